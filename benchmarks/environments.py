@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import tempfile
@@ -46,6 +45,7 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.runs.environment import usable_cores
 from rillflow.serving.environments.engine import EnvironmentEngine
 from rillflow.serving.environments.source import parse_environment
 from rillflow.tasks.encoded import Encoder
@@ -302,9 +302,7 @@ def mixed_table(found: list[Mixed], asked: argparse.Namespace, rows: int) -> str
     slow = " to ".join(f"{each:g}" for each in (min(asked.slow_ms), max(asked.slow_ms)))
     lines = [
         f"{rows} rows of {asked.turns} turns in {asked.slots} slots; half of the environments answer "
-        f"in 1 ms, half in {slow} ms. The shares are of the time without environments. At the end the last "
-        f"rows still wait for up to {asked.turns - 1} slow answers, one after the other, whatever the number "
-        "of rows.",
+        f"in 1 ms, half in {slow} ms. The shares are of the time without environments.",
         "",
         "| round | tokens | s with | s without | ratio | idle |",
         "|---:|---:|---:|---:|---:|---:|",
@@ -334,14 +332,16 @@ def main() -> None:
     parser.add_argument("--slow-ms", nargs="+", type=float, default=[100.0, 200.0, 300.0])
     parser.add_argument("--write", type=Path)
     asked = parser.parse_args()
+    plays_agents = asked.what != "mixed" and set(asked.forms) != {"class"}
+    openai = f", openai {version('openai')}" if plays_agents else ""
     parts = [
         "# Environments",
         measured_at.line(),
         "What is measured, and how: the head of `benchmarks/environments.py`.",
         f"- command: `python benchmarks/environments.py {' '.join(sys.argv[1:])}`\n"
-        f"- machine: {os.cpu_count()} cores, {asked.threads} thread(s), {platform.machine()}\n"
+        f"- machine: {usable_cores():g} cores, {asked.threads} thread(s), {platform.machine()}\n"
         f"- versions: Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {version('transformers')}, openai {version('openai')}\n"
+        f"transformers {version('transformers')}{openai}\n"
         "- by the clock a machine with other work is measured; the shares of processor time say more there",
     ]
     if asked.what != "mixed":

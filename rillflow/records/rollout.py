@@ -102,13 +102,16 @@ class Rollout:
     def _extended(
         self, tokens: Sequence[int], logprobs: Sequence[float], version: int, is_sampled: bool, finish: Finish
     ) -> Rollout:
-        return replace(
-            self,
+        return Rollout(  # in half the time of ``replace``: it is made for every turn of every row
+            row=self.row,
             tokens=(*self.tokens, *tokens),
             loss_mask=(*self.loss_mask, *([is_sampled] * len(tokens))),
             logprobs=(*self.logprobs, *logprobs),
             versions=(*self.versions, *([version] * len(tokens))),
             finish=finish,
+            columns=self.columns,
+            routes=self.routes,
+            cache=self.cache,
         )
 
 

@@ -70,7 +70,7 @@ def reward_metrics(scores: Batch) -> dict[str, Metric]:
 def parts_of(scores: Batch) -> list[dict[str, float]]:
     """Return each row's scores by function; empty if only one function scores."""
     texts = scores.ragged("parts").to_text() if "parts" in scores.fields else []
-    return [json.loads(text or "{}") for text in texts]
+    return [json.loads(text) if text else {} for text in texts]
 
 
 def logged_metrics(rows: Batch, area: str) -> dict[str, Metric]:

@@ -135,7 +135,7 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(16, gt=0, description="Turns after which a row ends.")
     timeout_s: float = Field(60.0, gt=0, description="Longest time in seconds of one reset or step.")
     workers: int = Field(
-        4, gt=0, description="Environment processes per sampler rank; each holds up to 64 rows at a time."
+        4, gt=0, description="Environment processes per sampler rank; each holds up to 128 rows at a time."
     )
     memory_bytes: int = Field(
         4 * 1024**3, gt=0, description="Address space limit of one environment process, in bytes."

@@ -3,8 +3,6 @@
     rows ─> a child each: solve(prompt, base_url, api_key, **columns) ── HTTP ─> Door ─> EngineQueue ─> engine
     row  <─ tokens sampled under its key <── it returned, raised, or timed out ──┘
 
-Every engine with ``Capability.ROWS`` can be the inner engine; a sampler uses this engine like any other.
-
 Loop (``step``, in the thread of the sampler's rank)
     consumes      added rows; requests of agents; the ends of their calls
     waits for     if no row is being sampled: a request, a child's pipe, the next deadline of a child
@@ -19,11 +17,9 @@ import json
 import math
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -35,109 +31,61 @@ from rillflow.rewards.outcome import FAILED, LOGGED, RETURNED, Outcome, Score
 from rillflow.rewards.sandbox import Level
 from rillflow.rewards.text_execution import is_shut_in
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Capability, Engine, RowByRow
 from rillflow.serving.conversation import Conversation
 from rillflow.serving.engine_queue import EngineQueue
+from rillflow.serving.engine_wrapper import LONGEST_WAIT_S, EngineWrapper
 from rillflow.serving.openai_server import Door
 from rillflow.serving.server import LoopbackServer, bound
-from rillflow.serving.tool_calls import tool_format
-from rillflow.tasks.encoded import Encoder
 
 POLICY = "policy"
 """Model name at an agent's door."""
-_LONGEST_WAIT_S = 1.0
 
 
-class AgentEngine(RowByRow):
+class AgentEngine(EngineWrapper):
     """An engine, and the agents that write its rows.
 
-    Args: see Engine; and
-        inner: constructs the engine that samples.
+    Args: see EngineWrapper; and
         function: the agent, called for every row.
-        encoder: encodes the agents' messages.
-        stack: closed when the rank ends.
     """
 
-    can: ClassVar = frozenset(Capability) - {Capability.LOOK, Capability.CACHE}
-
     def __init__(
-        self,
-        module: nn.Module,
-        config: RolloutConfig,
-        *,
-        inner: Callable[..., Engine],
-        function: FunctionPath,
-        encoder: Encoder,
-        stack: ExitStack,
-        **given: object,
+        self, module: nn.Module, config: RolloutConfig, *, function: FunctionPath, **given: Any
     ) -> None:
         assert config.agent is not None, "the config names an agent"
-        self._inner, self._config, self._agent = inner(module, config, **given), config, config.agent
-        self._function, self._encoder, self._stack = function, encoder, stack
-        self._queue = EngineQueue(self._inner, encoder.tokenizer, max_rows=config.max_rows)
-        self._waiting = deque[tuple[Rollout, SamplingConfig]]()
+        super().__init__(module, config, **given)
+        self._agent, self._function = config.agent, function
+        self._queue = EngineQueue(self._inner, self._encoder.tokenizer, max_rows=config.max_rows)
         self._running: dict[Child, Conversation] = {}
         self._children: dict[Child, str] = {}  # with the URL of its door
         self._keys: dict[str, Conversation] = {}
         self._is_shut_in = is_shut_in(function, self._agent.sandbox)
-        self._tools = tool_format(config.tool_format, encoder.tokenizer)
         self._door = Door(self._queue, model=POLICY, visitor=self._keys.get, tools=self._tools)
         self._shared_url = ""
-        stack.callback(self.close)
+        self._stack.callback(self.close)
 
     @property
     def has_work(self) -> bool:
         """See Engine."""
         return bool(self._waiting or self._running)
 
-    @property
-    def held_bytes(self) -> int:
-        """See Engine."""
-        return self._inner.held_bytes
-
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine."""
         self._queue.load(version, weights)
-
-    def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See Engine."""
-        return self._inner.score(texts)
-
-    def sleep(self) -> None:
-        """See Engine."""
-        self._inner.sleep()
-
-    def wake(self) -> None:
-        """See Engine."""
-        self._inner.wake()
 
     def _clear(self) -> None:
         self._waiting.clear()
         for child in [*self._running]:
             self._leave(child)
 
-    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
-        """Let an agent write a row, starting from its prompt."""
-        self._waiting.append((rollout, sampling or self._config))
-
-    def abort(self, row: RowId) -> Rollout:
-        """Remove a row and return it as it was added: an agent cannot be paused and resumed."""
-        for waiting in self._waiting:
-            if waiting[0].row == row:
-                self._waiting.remove(waiting)
-                return waiting[0]
-        child = next(child for child, talk in self._running.items() if talk.start.row == row)
-        return self._leave(child).start
-
-    def look(self, row: RowId) -> Rollout:
-        """See Engine; never called."""
-        raise NotImplementedError
-
     def step(self) -> list[Rollout]:
         """See Engine; run one pass, or wait for an agent."""
         self._begin()
         is_sampling = self._queue.turn()
         return [self._row(child, answer) for child, answer in self._ended(waits=not is_sampling)]
+
+    def _taken_out(self, row: RowId) -> Rollout:
+        child = next(child for child, talk in self._running.items() if talk.start.row == row)
+        return self._leave(child).start
 
     def close(self) -> None:
         """End the children."""
@@ -188,7 +136,7 @@ class AgentEngine(RowByRow):
         """Return the calls that have ended; with ``waits``, wait for an event first."""
         for child, talk in self._running.items():
             child.deadline = math.inf if talk.is_asking else talk.since + self._agent.timeout_s
-        until = time.monotonic() + (_LONGEST_WAIT_S if waits and self._children else 0.0)
+        until = time.monotonic() + (LONGEST_WAIT_S if waits and self._children else 0.0)
         ended = next_answers([*self._children], until, self._queue.woken)
         return [(child, answer) for child, answer in ended if child in self._running]
 

@@ -95,6 +95,10 @@ def test_a_grid_over_seeds_has_a_table_with_intervals_and_a_second_start_runs_no
     again, none = sweep(swept)
     assert again.run() == cases or [case.mean for case in again.run()] == [case.mean for case in cases]
     assert none.started == []
+    with (cases[0].results[0].run.path / "evaluations.jsonl").open("a") as file:  # its last result is graded
+        file.write('{"step": 2, "measure": "mean_reward", "count": 4, "mean_reward": 0.5}\n')
+    measures = [(each.measure, each.value) for case in again.table() for each in case.results]
+    assert {measure for measure, _ in measures} == {"mean reward"} and ("mean reward", 0.5) in measures
 
 
 def test_a_failing_case_is_named_with_its_error_and_others_go_on(

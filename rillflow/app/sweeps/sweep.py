@@ -27,7 +27,8 @@ from rillflow.app.sweeps.table import CaseResult, RunResult, RunState, as_csv, a
 from rillflow.errors import Interrupted
 from rillflow.runs import durable
 from rillflow.runs.json_lines import JSON, encode, read_json
-from rillflow.runs.reader import read_evaluations
+from rillflow.runs.reader import EvaluationRecord, read_evaluations
+from rillflow.runs.summary import alike
 
 LOOK_S = 0.2
 """Seconds between two looks at the runs."""
@@ -82,7 +83,7 @@ class Sweep:
         """Return the table so far; run nothing."""
         kept = self._kept()
         self._stopped = {run: kept[str(run.path)] for run in self._plan.runs if str(run.path) in kept}
-        return ranked([self._result(run) for run in self._plan.runs])
+        return ranked(self._results())
 
     def _is_done(self, run: SweepRun) -> bool:
         return is_finished(run.recipe, run.path)
@@ -107,7 +108,7 @@ class Sweep:
                 continue
             del self._running[run]
             if self._is_done(run):
-                self._say(f"{run.name}: {_told(self._result(run))}")
+                self._say(f"{run.name}: {_told(self._result(run, _last(run.path)))}")
             elif run in self._stopped:
                 self._say(f"{run.name}: {self._stopped[run]}")
             elif isinstance(job, ForeignJob):
@@ -170,7 +171,13 @@ class Sweep:
                 job.interrupt()
             raise
 
-    def _result(self, run: SweepRun) -> RunResult:
+    def _results(self) -> list[RunResult]:
+        """Return the result of every run: accuracies only if every run has one."""
+        last = {run: found for run in self._plan.runs if (found := _last(run.path)) is not None}
+        comparable = dict(zip(last, alike([*last.values()]), strict=True))
+        return [self._result(run, comparable.get(run)) for run in self._plan.runs]
+
+    def _result(self, run: SweepRun, last: EvaluationRecord | None) -> RunResult:
         state, why = RunState.WAITING, ""
         if self._is_done(run):
             state = RunState.FINISHED
@@ -180,15 +187,13 @@ class Sweep:
             state, why = RunState.STOPPED, self._stopped[run]
         elif run in self._failed:
             state, why = RunState.FAILED, self._failed[run]
-        found = read_evaluations(run.path)
-        last = found[-1] if found else None
         if last is None or last.value != last.value:
             return RunResult(run=run, state=state, why=why)
         return RunResult(run=run, state=state, why=why, step=last.step, value=last.value, measure=last.name)
 
     def _written(self) -> list[CaseResult]:
         """Write the sweep's files; return the table."""
-        cases = ranked([self._result(run) for run in self._plan.runs])
+        cases = ranked(self._results())
         stopped: dict[str, JSON] = {str(run.path): why for run, why in self._stopped.items()}
         files = {
             "sweep.json": encode({"name": self._plan.name, "stopped": stopped}, indent=2),
@@ -205,6 +210,12 @@ class Sweep:
         file = self._plan.path / "sweep.json"
         found = read_json(file).get("stopped") if file.exists() else {}
         return {path: str(why) for path, why in found.items()} if isinstance(found, dict) else {}
+
+
+def _last(run: Path) -> EvaluationRecord | None:
+    """Return a run's last evaluation on held-out rows; None without one."""
+    found = read_evaluations(run)
+    return found[-1] if found else None
 
 
 def results_of(run: Path) -> list[Result]:

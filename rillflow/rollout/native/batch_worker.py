@@ -138,7 +138,9 @@ class BatchWorker:
         check_stop(chosen, self._config)
         if self._config.cache_gib is not None:
             self._check_room(rollout, limit, self._config.cache_gib)
-        cache, rollout = rollout.cache, replace(rollout, cache=None)
+        cache = rollout.cache
+        if cache is not None:
+            rollout = replace(rollout, cache=None)
         prefix = self._prefix(rollout)
         if cache is not None and (self._fixed_rows or len(prefix) - len(cache) <= FED_TOKENS):
             prefix = rollout.tokens[: len(cache)]

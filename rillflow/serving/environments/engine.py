@@ -4,13 +4,12 @@
     row  <─ the episode has ended, or failed   ^                                       │
                                                └──────────── observation <─────────────┘
 
-Every engine with ``Capability.ROWS`` can be the inner engine; a sampler uses this engine like any other. A
-row leaves the inner engine while its environment works, so other rows take its slot. The native engine gives
-the row its KV cache, and reads only the new tokens when the row returns.
+A row leaves the inner engine while its environment works, so other rows take its slot. The native engine
+gives the row its KV cache, and reads only the new tokens when the row returns.
 
 Loop (``step``, in the thread of the sampler's rank)
     consumes      added rows; rows whose turn has ended; answers of environments
-    waits for     if no row is being sampled: an answer, or the next deadline of a call. If most rows have
+    waits for     if no row can be sampled: an answer, or the next deadline of a call. If most rows have
                   just been given to their environments: their answers, at most half a pass long, because a
                   pass of all rows costs little more than a pass of a few
     unblocked by  either; a call of an environment has ``timeout_s``
@@ -21,11 +20,10 @@ Loop (``step``, in the thread of the sampler's rank)
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import ClassVar
+from heapq import nsmallest
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,59 +31,49 @@ from rillflow.errors import RillflowError
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rewards.outcome import Outcome
-from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Capability, Engine, RowByRow
+from rillflow.rollout.config import RolloutConfig
+from rillflow.serving.engine_wrapper import LONGEST_WAIT_S, EngineWrapper
 from rillflow.serving.environments.episode import Episode
 from rillflow.serving.environments.pool import EnvironmentPool, Told
 from rillflow.serving.environments.source import EnvironmentSource
-from rillflow.serving.tool_calls import tool_format
-from rillflow.tasks.encoded import Encoder
 
 LONGEST_GATHER_S = 0.005
 """Longest wait in seconds for answers while rows could be sampled."""
+FED_ROWS = 2
+"""Rows given to the inner engine, as a multiple of ``max_rows``: its workers do not share their slots."""
 KNOWN_TEXTS = 1024
 """Observations whose tokens are kept: many environments say the same."""
-_LONGEST_WAIT_S = 1.0
 
 
-class EnvironmentEngine(RowByRow):
+class EnvironmentEngine(EngineWrapper):
     """An engine, and the environments that answer it.
 
-    Args: see Engine; and
-        inner: constructs the engine that samples.
+    Args: see EngineWrapper; and
         source: the environment.
-        encoder: encodes what the environments say.
-        stack: closed when the rank ends.
     """
-
-    can: ClassVar = frozenset(Capability) - {Capability.LOOK, Capability.CACHE}
 
     def __init__(
         self,
         module: nn.Module,
         config: RolloutConfig,
         *,
-        inner: Callable[..., Engine],
         source: EnvironmentSource,
-        encoder: Encoder,
-        stack: ExitStack,
         context: int,
-        **given: object,
+        **given: Any,
     ) -> None:
         assert config.environment is not None, "the config names an environment"
-        self._inner, self._config = inner(module, config, context=context, **given), config
-        self._max_turns, self._context, self._encoder = config.environment.max_turns, context, encoder
-        self._tools = tool_format(config.tool_format, encoder.tokenizer)
+        super().__init__(module, config, context=context, **given)
+        self._max_turns, self._context = config.environment.max_turns, context
         self._encode = lru_cache(KNOWN_TEXTS)(self._encoded)
         self._pool = EnvironmentPool(source, config.environment)
-        self._waiting = deque[tuple[Rollout, SamplingConfig]]()
         self._acting: dict[int, Episode] = {}  # by number; in the environment
+        self._ready: dict[int, Episode] = {}  # by number; to be sampled
         self._sampling: dict[RowId, int] = {}  # number by row; in the inner engine
         self._episodes: dict[int, Episode] = {}
         self._pass_s, self._version = 0.0, -1
         self.idle_s = 0.0
         """Seconds that ``step`` waited for environments."""
-        stack.callback(self._pool.close)
+        self._stack.callback(self._pool.close)
 
     @property
     def has_work(self) -> bool:
@@ -95,51 +83,21 @@ class EnvironmentEngine(RowByRow):
     @property
     def held_bytes(self) -> int:
         """See Engine."""
-        caches = (each.row.cache for each in self._acting.values())
-        return self._inner.held_bytes + sum(each.nbytes for each in caches if each is not None)
+        caches = (each.row.cache for each in self._episodes.values())
+        return super().held_bytes + sum(each.nbytes for each in caches if each is not None)
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine."""
         self._inner.load(version, weights)
         if version != self._version and not self._config.keep_cache:
-            for episode in self._acting.values():
+            for episode in self._episodes.values():
                 episode.drop_cache()  # computed with the old weights
         self._version = version
-
-    def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See Engine."""
-        return self._inner.score(texts)
-
-    def sleep(self) -> None:
-        """See Engine."""
-        self._inner.sleep()
-
-    def wake(self) -> None:
-        """See Engine."""
-        self._inner.wake()
-
-    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
-        """Let an environment begin a row from its prompt."""
-        self._waiting.append((rollout, sampling or self._config))
-
-    def abort(self, row: RowId) -> Rollout:
-        """Remove a row and return it as it was added: an environment cannot be paused and resumed."""
-        for waiting in self._waiting:
-            if waiting[0].row == row:
-                self._waiting.remove(waiting)
-                return waiting[0]
-        number = next(number for number, each in self._episodes.items() if each.start.row == row)
-        if self._sampling.pop(row, None) is not None:
-            self._inner.abort(row)
-        return self._leave(number).start
-
-    def look(self, row: RowId) -> Rollout:
-        """See Engine; never called."""
-        raise NotImplementedError
 
     def step(self) -> list[Rollout]:
         """See Engine; run one pass, or wait for an environment."""
         self._begin()
+        self._feed()
         if self._inner.has_work:
             begun = time.monotonic()
             for rollout in self._inner.step():
@@ -151,11 +109,19 @@ class EnvironmentEngine(RowByRow):
             self._pass_s = took if not self._pass_s else 0.9 * self._pass_s + 0.1 * took
         return self._gathered()
 
+    def _taken_out(self, row: RowId) -> Rollout:
+        number = next(number for number, each in self._episodes.items() if each.start.row == row)
+        if self._sampling.pop(row, None) is not None:
+            self._inner.abort(row)
+        self._ready.pop(number, None)
+        return self._leave(number).start
+
     def _clear(self) -> None:
         self._waiting.clear()
         for row in [*self._sampling] if self._inner.has_work else ():  # a failed pass has emptied it
             self._inner.abort(row)
         self._sampling.clear()
+        self._ready.clear()
         for number in [*self._episodes]:
             self._leave(number)
         self._pool.flush()
@@ -176,13 +142,24 @@ class EnvironmentEngine(RowByRow):
             number = self._pool.begin(episode.columns)
             self._episodes[number] = self._acting[number] = episode
 
+    def _feed(self) -> None:
+        """Let the inner engine sample rows: new ones first, then those whose environments take longest.
+
+        So the slow environments work while the rows of the fast ones are sampled.
+        """
+        room = FED_ROWS * self._config.max_rows - len(self._sampling)
+        for number in nsmallest(room, self._ready, key=lambda each: -self._ready[each].environment_s):
+            episode = self._ready.pop(number)
+            self._sampling[episode.row.row] = number
+            self._inner.add(episode.row, episode.sampling)
+
     def _encoded(self, text: str) -> list[int]:
         return self._encoder.tokenizer.encode_more(text, is_rendered=self._encoder.is_rendered)
 
     def _gathered(self) -> list[Rollout]:
         """Take the answers of environments; return the rows that have ended."""
         begun = time.monotonic()
-        ended = self._taken(0.0 if self._sampling else _LONGEST_WAIT_S)
+        ended = self._taken(0.0 if self._sampling or self._ready else LONGEST_WAIT_S)
         until = begun + min(LONGEST_GATHER_S, self._pass_s / 2)
         while (now := time.monotonic()) < until and self._is_worth_waiting(until):
             ended += self._taken(until - now)
@@ -192,7 +169,8 @@ class EnvironmentEngine(RowByRow):
     def _is_worth_waiting(self, until: float) -> bool:
         """Return whether more rows than are being sampled were just given to their environments."""
         fresh = until - 2 * LONGEST_GATHER_S
-        return sum(each.since > fresh for each in self._acting.values()) > len(self._sampling)
+        given = sum(each.since > fresh for each in self._acting.values())
+        return given > len(self._sampling) + len(self._ready)
 
     def _taken(self, wait_s: float) -> list[Rollout]:
         ended = [self._answered(told) for told in self._pool.turn(wait_s)]
@@ -211,8 +189,7 @@ class EnvironmentEngine(RowByRow):
             return self._leave(told.row).failed(Outcome.ERROR, f"{what} ({error.why})")
         if row is None:
             return self._leave(told.row).ended()
-        self._sampling[row.row] = told.row
-        self._inner.add(row, episode.sampling)
+        self._ready[told.row] = episode
         return None
 
     def _leave(self, number: int) -> Episode:

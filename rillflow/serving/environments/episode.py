@@ -12,6 +12,7 @@ observation is encoded alone; in a conversation the template's text after the an
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -68,8 +69,14 @@ class Episode:
         self._format, self._answer, self._rendered = tools, Answer(content=""), ""
         self._turns: list[dict[str, Any]] | None = None
         self._tools: list[dict[str, Any]] | None = self.columns.get("tools")
-        self._count, self._reward = 0, 0.0
+        self._count, self._reward, self._acted_s = 0, 0.0, 0.0
         self._metrics: Mapping[str, float] = {}
+        self._finish = Finish.LENGTH
+
+    @property
+    def environment_s(self) -> float:
+        """Mean seconds of the environment's steps; infinity before the first."""
+        return self._acted_s / self._count if self._count else math.inf
 
     def begin(self, told: Told) -> Rollout:
         """Return the row to sample after ``reset``.
@@ -122,10 +129,11 @@ class Episode:
             DataError, ModelError: see ``begin``.
         """
         self._reward += told.reward
+        self._acted_s += time.monotonic() - self.since
         self._metrics = told.metrics or self._metrics
         self._tools = told.tools or self._tools
         if told.is_over:
-            self.row = replace(self.row, finish=Finish.STOP)
+            self._finish = Finish.STOP
             return None
         is_full = sum(self.row.loss_mask) >= self.sampling.max_tokens
         if not is_full and self._count < self._max_turns:
@@ -133,7 +141,6 @@ class Episode:
             if len(longer.tokens) < self._context:
                 self.row = longer
                 return longer
-        self.row = replace(self.row, finish=Finish.LENGTH)
         return None
 
     def drop_cache(self) -> None:
@@ -144,7 +151,8 @@ class Episode:
         """Return the row of an episode that has ended, with its reward in the columns."""
         more = {ENVIRONMENT_REWARD: self._reward, METRICS: dict(self._metrics), TURNS: self._count}
         more[LOGGED] = {name: (value, 1) for name, value in {**self._metrics, TURNS: self._count}.items()}
-        return replace(self.row, cache=None, columns=json.dumps({**self.columns, **more}))
+        columns = json.dumps({**self.columns, **more})
+        return replace(self.row, finish=self._finish, cache=None, columns=columns)
 
     def failed(self, outcome: Outcome, why: str) -> Rollout:
         """Return the row of an episode that has failed."""

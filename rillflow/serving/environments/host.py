@@ -1,14 +1,16 @@
 """Host: the child's end of one environment process. It holds many environments, one for each row.
 
-    calls ─ socket ─> reader ─> queue ─> threads: Class(**arguments), reset(**columns), step(text), close()
-    answers <─ socket ── writer <─ queue ──┘
+    a frame of calls ─ socket ─> reader ─> queue ─> thread: Class(**arguments), reset(**columns),
+    a frame of answers <─ socket ── all that are there ──┘          step(text), close()
 
-    reader        consumes frames of calls until the socket ends; starts a thread if every thread is busy
-    threads       consume one call each; produce its answer, or the reason of its failure
-    writer        waits for an answer; sends all that are there in one frame
-    shuts down    the socket ends, or the process is killed; a thread that hangs keeps no other one
+    reader        consumes frames of calls until the socket ends; waits for the next one. While calls or
+                  answers wait, at most ``PATIENCE_MS``: then every waiting call gets a thread, and the
+                  answers that are there are sent
+    thread        consumes calls until none waits, then sends all answers in one frame
+    shuts down    the socket ends, or the process is killed
 
-A slow environment keeps only its own thread. The driver kills the process of an environment that hangs.
+Fast calls run one after the other, because a change of threads takes longer than they do. A slow call keeps
+the other calls and answers waiting for ``PATIENCE_MS``; the driver kills the process of one that hangs.
 
 It is loaded by path in a child process, whose functions load the user's class and describe its errors.
 """
@@ -18,8 +20,10 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,6 +37,8 @@ TEXT_CHARACTERS = 1 << 20
 """Longest observation in characters."""
 STACK_BYTES = 1 << 20
 """Stack of one thread in bytes: with the usual 8 MiB, many threads would fill the address space."""
+PATIENCE_MS = 1
+"""Milliseconds that a call may keep other calls and finished answers waiting."""
 METHODS = ("reset", "step")
 
 
@@ -50,69 +56,104 @@ class Host:
     """
 
     def __init__(self, loaded: Callable[..., Any], file: Path, arguments: Mapping[str, Any]) -> None:
-        lacking = [name for name in METHODS if name not in dir(loaded)]
+        names = dir(loaded)
+        lacking = [name for name in METHODS if name not in names]
         if not isinstance(loaded, type) or lacking:
             has = f"has no {lacking[0]}" if isinstance(loaded, type) else "is no class"
             raise Refused(f"{has}; an environment is a class with reset and step")
         self._class, self._file, self._arguments = loaded, file, arguments
+        self._has_close, self._takes_messages = "close" in names, "takes_messages" in names
         self._running, self._loops = dict[int, Any](), dict[int, Any]()
-        self._calls, self._answers = SimpleQueue[Any](), SimpleQueue[Any]()
-        self._lock, self._threads, self._busy = threading.Lock(), 0, 0
+        self._calls, self._answers = deque[list[Any]](), deque[list[Any]]()
+        self._idle, self._begin = threading.Semaphore(0), SimpleQueue[list[Any]]()
+        self._sending = threading.Lock()
 
     @property
-    def columns(self) -> dict[str, Any]:
-        """Return the columns that ``reset`` takes."""
+    def interface(self) -> dict[str, Any]:
+        """Return the columns that ``reset`` takes, and whether ``step`` takes messages."""
         found = [*inspect.signature(self._class.reset).parameters.values()][1:]  # type: ignore[attr-defined]
         named = [each for each in found if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
         return {
             "accepted": [each.name for each in named],
             "required": [each.name for each in named if each.default is each.empty],
             "takes_any": any(each.kind is each.VAR_KEYWORD for each in found),
+            "takes_messages": self._takes_messages,
         }
 
     def run(self, link: socket.socket) -> None:
         """Answer calls until the socket ends."""
         threading.stack_size(STACK_BYTES)
-        threading.Thread(target=self._write, args=(link,), daemon=True).start()
-        reader = FrameReader()
-        while piece := link.recv(1 << 20):
-            for frame in reader.feed(piece):
-                for call in frame["calls"]:
-                    self._begin(call)
-
-    def _begin(self, call: list[Any]) -> None:
-        with self._lock:
-            self._busy += 1
-            if self._busy > self._threads:
-                self._threads += 1
-                threading.Thread(target=self._work, daemon=True).start()
-        self._calls.put(call)
-
-    def _work(self) -> None:
+        reader, poller = FrameReader(), select.poll()
+        poller.register(link, select.POLLIN)
         while True:
-            number, what, given = self._calls.get()
-            try:
-                answer = [number, "observed", self._called(number, what, given)]
-            except BaseException as error:  # noqa: BLE001  the user's class may raise anything
-                answer = [number, "failed", self._reason(what, error)]
-            with self._lock:
-                self._busy -= 1
-            if what != "close":
-                self._answers.put(answer)
+            # In this order: a thread puts its answer there before it takes the next call.
+            is_waiting = self._calls or self._answers
+            if not poller.poll(PATIENCE_MS if is_waiting else None):
+                while call := self._next():
+                    self._start(call, link)
+                self._send(link)
+                continue
+            piece = link.recv(1 << 16)
+            if not piece:
+                return
+            for frame in reader.feed(piece):
+                self._calls += frame["calls"]
+            if call := self._next():
+                self._start(call, link)
 
-    def _called(self, number: int, what: str, given: Any) -> dict[str, Any]:
+    def _start(self, call: list[Any], link: socket.socket) -> None:
+        """Give a call to an idle thread, or to a new one."""
+        if self._idle.acquire(blocking=False):
+            self._begin.put(call)
+        else:
+            threading.Thread(target=self._work, args=(call, link), daemon=True).start()
+
+    def _work(self, call: list[Any] | None, link: socket.socket) -> None:
+        while True:
+            while call:
+                self._answer(*call)
+                call = self._next()
+            self._send(link)
+            self._idle.release()
+            call = self._begin.get()
+
+    def _next(self) -> list[Any] | None:
+        try:
+            return self._calls.popleft()
+        except IndexError:
+            return None
+
+    def _answer(self, number: int, what: str, given: Any) -> None:
+        """Call a method; an environment whose episode has ended, or that has failed, is closed."""
+        try:
+            answer = [number, *self._called(number, what, given)]
+        except BaseException as error:  # noqa: BLE001  the user's class may raise anything
+            answer = [number, self._reason(what, error)]
+        if what == "close":
+            return
+        self._answers.append(answer)
+        if len(answer) == 2 or answer[3]:
+            self._calls.append([number, "close", None])
+
+    def _send(self, link: socket.socket) -> None:
+        with self._sending:
+            answers = [self._answers.popleft() for _ in range(len(self._answers))]
+            if answers:
+                link.sendall(encode({"type": "answers", "answers": answers}))
+
+    def _called(self, number: int, what: str, given: Any) -> list[Any]:
+        """Return observation, reward, whether the episode has ended, metrics, tools."""
         if what == "close":
             environment = self._running.pop(number, None)
-            if environment is not None and "close" in dir(environment):
+            if environment is not None and self._has_close:
                 self._awaited(number, environment.close())
             if (loop := self._loops.pop(number, None)) is not None:
                 loop.close()
-            return {}
+            return []
         if what == "reset":
             environment = self._running[number] = self._class(**self._arguments)
             return self._reset(self._awaited(number, environment.reset(**given)))
-        turn = given["message"] if "takes_messages" in dir(self._class) else given["text"]
-        return self._stepped(self._awaited(number, self._running[number].step(turn)))
+        return self._stepped(self._awaited(number, self._running[number].step(given)))
 
     def _awaited(self, number: int, result: Any) -> Any:
         """Return the result of a method, which may be a coroutine; an environment has its own event loop."""
@@ -124,11 +165,11 @@ class Host:
             self._loops[number] = asyncio.new_event_loop()
         return self._loops[number].run_until_complete(result)
 
-    def _reset(self, result: Any) -> dict[str, Any]:
+    def _reset(self, result: Any) -> list[Any]:
         observation, info = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-        return {"observation": self._observation("reset", observation), **self._told("reset", info)}
+        return [self._observation("reset", observation), 0.0, False, *self._told("reset", info)]
 
-    def _stepped(self, result: Any) -> dict[str, Any]:
+    def _stepped(self, result: Any) -> list[Any]:
         if not isinstance(result, tuple | list) or len(result) != 5:
             raise self._invalid(
                 "step", result, "the five values observation, reward, terminated, truncated, info"
@@ -140,12 +181,8 @@ class Host:
         for value in (terminated, truncated):
             if type(value).__name__ not in ("bool", "bool_"):
                 raise self._invalid("step", value, "True or False as terminated and truncated")
-        return {
-            "observation": self._observation("step", observation),
-            "reward": number,
-            "is_over": bool(terminated or truncated),
-            **self._told("step", info),
-        }
+        said, is_over = self._observation("step", observation), bool(terminated or truncated)
+        return [said, number, is_over, *self._told("step", info)]
 
     def _observation(self, method: str, value: Any) -> str | list[Any] | None:
         if value is None:
@@ -164,7 +201,7 @@ class Host:
             raise self._invalid(method, text[:40], limit)
         return text if is_text else list(value)
 
-    def _told(self, method: str, info: Any) -> dict[str, Any]:
+    def _told(self, method: str, info: Any) -> list[Any]:
         """Return the metrics and tools of an info."""
         if not isinstance(info, dict):
             raise self._invalid(method, info, "a dict as its info")
@@ -174,7 +211,7 @@ class Host:
         if bad:
             raise self._invalid(method, metrics[bad[0]], f"a finite number as the metric {bad[0]!r}")
         tools = info.get("tools")
-        return {"metrics": numbers, **({} if tools is None else {"tools": json.loads(json.dumps(tools))})}
+        return [numbers, tools if tools is None else json.loads(json.dumps(tools))]
 
     def _invalid(self, method: str, value: Any, wanted: str) -> Invalid:
         return Invalid(f"returned {shown_value(value)}, and must return {wanted} ({self._line(method)})")
@@ -187,13 +224,6 @@ class Host:
     def _reason(self, method: str, error: BaseException) -> str:
         said = str(error) if isinstance(error, Invalid) else f"raised {describe(error, self._file)}"
         return f"{self._class.__name__}.{method} {said}"
-
-    def _write(self, link: socket.socket) -> None:
-        while True:
-            answers = [self._answers.get()]
-            while not self._answers.empty():
-                answers.append(self._answers.get())
-            link.sendall(encode({"type": "answers", "answers": answers}))
 
 
 def _number(value: Any) -> float | None:
@@ -220,7 +250,7 @@ def serve(port: int, key: str, load: dict[str, Any], arguments: dict[str, Any]) 
         link.sendall(key.encode())
         try:
             host = Host(load_function(load), Path(load["file"]), arguments)
-            link.sendall(encode({"type": "ready", **host.columns}))
+            link.sendall(encode({"type": "ready", **host.interface}))
         except Refused as refusal:
             link.sendall(encode({"type": "refused", "what": str(refusal)}))
             return

@@ -1,7 +1,7 @@
 """Pool: the driver's end of the environment processes. It gives rows to them and reads their answers.
 
-    rows ─ begin, step ─> the process with the fewest rows ─ one frame a turn ─> host.py
-    Told <─ answers: an observation, or the reason of a failure <─ socket ──────────┘
+    rows ─ begin, step ─> the process with the fewest rows ─ one frame of calls a turn ─> host.py
+    Told <─ an observation, or the reason of a failure <─ one frame of answers ──────────────┘
 
 ``turn`` (in the thread of the sampler's rank)
     consumes      calls for rows; frames of answers; ends of processes
@@ -39,15 +39,14 @@ from rillflow.rewards.outcome import Outcome
 from rillflow.rewards.sandbox import Level
 from rillflow.rewards.text_execution import is_shut_in, visible_to
 from rillflow.rollout.config import EnvironmentConfig
-from rillflow.serving.environments.host import TEXT_CHARACTERS
 from rillflow.serving.environments.source import EnvironmentSource
 
-ROWS = 64
+ROWS = 128
 """Largest number of rows that one process holds."""
-ANSWER_BYTES = ROWS * 16 * TEXT_CHARACTERS
-"""Longest frame of answers in bytes."""
 _HOST = Path(__file__).resolve().with_name("host.py")
 _KEY_BYTES = 32
+_OBSERVED = (int, str | list | None, float, bool, dict, list | None)
+"""Types of an answer: row, observation, reward, whether the episode has ended, metrics, tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +84,13 @@ class _Process:
             self._listening = _received(ours) if shut_in else socket.create_server(("127.0.0.1", 0))
         self.parameters: Parameters | None = None
         self.rows = dict[int, float]()
-        """Rows that it holds, with the deadline of the open call; infinity if no call is open."""
+        """Rows whose environments are open, with the deadline of the call; infinity if no call is open."""
         self.is_stuck = False
         """Whether a call of it hangs."""
         self._source, self._config, self._key = source, config, secrets.token_hex(_KEY_BYTES // 2)
-        self._is_asked = False
+        self._is_asked = self._takes_messages = False
         self._link: socket.socket | None = None
-        self._reader, self._head = FrameReader(ANSWER_BYTES), b""
+        self._reader, self._head = FrameReader(), b""
         self._calls, self._unsent = list[Any](), memoryview(b"")
         self._until = time.monotonic() + 2 * START_LIMIT_S
         if self._listening is not None:
@@ -110,7 +109,7 @@ class _Process:
     def call(self, row: int, what: str, given: object) -> None:
         """Queue a call; ``flush`` sends it."""
         if what == "close":
-            self.rows.pop(row, None)
+            del self.rows[row]
         else:
             self.rows[row] = math.inf
         self._calls.append([row, what, given])
@@ -194,6 +193,8 @@ class _Process:
         assert self.parameters is not None, "calls wait until the class is loaded"
         if what == "reset":
             given = dict(choose(given, self.parameters, f"{self._source.path.name}.reset"))
+        elif what == "step":
+            given = given["message" if self._takes_messages else "text"]
         return [row, what, given]
 
     def _of_child(self) -> list[Told]:
@@ -249,11 +250,9 @@ class _Process:
         told: list[Told] = []
         while True:
             try:
-                piece = link.recv(1 << 20)
-            except BlockingIOError:
+                piece = link.recv(1 << 16)
+            except OSError:  # no more, or the child's end has the reason
                 return told
-            except OSError:
-                return told  # the child's end has the reason
             if not piece:
                 return told
             if len(self._head) < _KEY_BYTES:
@@ -267,40 +266,35 @@ class _Process:
 
     def _of_frame(self, frame: Frame) -> list[Told]:
         match frame:
-            case {"type": "ready", "accepted": list(accepted), "required": list(required), "takes_any": any_}:
+            case {"type": "ready", "accepted": list(accepted), "required": list(required)}:
                 self.parameters = Parameters(
                     accepted=frozenset(map(str, accepted)),
                     required=tuple(map(str, required)),
-                    takes_any=any_ is True,
+                    takes_any=frame.get("takes_any") is True,
                 )
+                self._takes_messages = frame.get("takes_messages") is True
                 self.flush()
                 return []
             case {"type": "refused", "what": str(what)}:
                 self.stop()
                 raise self._unusable(what)
             case {"type": "answers", "answers": list(answers)}:
-                told = [each for each in map(_told, answers) if each.row in self.rows]
+                told = [each for each in map(_told, answers) if self.rows.get(each.row, math.inf) < math.inf]
                 for each in told:
                     self.rows[each.row] = math.inf
+                    if each.is_over or each.failed is not None:
+                        del self.rows[each.row]  # the process has closed it
                 return told
         raise FrameError(f"an answer of type {frame['type']!r}")
 
 
 def _told(answer: Any) -> Told:
+    if isinstance(answer, list) and len(answer) == len(_OBSERVED) and all(map(isinstance, answer, _OBSERVED)):
+        row, said, reward, is_over, metrics, tools = answer
+        return Told(row=row, observation=said, reward=reward, is_over=is_over, metrics=metrics, tools=tools)
     match answer:
-        case [int(row), "failed", str(what)]:
+        case [int(row), str(what)]:
             return Told(row=row, failed=(Outcome.ERROR, f"the environment {what}"))
-        case [
-            int(row),
-            "observed",
-            {"observation": str() | list() | None as said, "metrics": dict(metrics), **more},
-        ]:
-            reward, tools = more.get("reward", 0.0), more.get("tools")
-            if isinstance(reward, float) and isinstance(tools, list | None):
-                is_over = more.get("is_over") is True
-                return Told(
-                    row=row, observation=said, reward=reward, is_over=is_over, metrics=metrics, tools=tools
-                )
     raise FrameError("an answer that is no observation")
 
 
@@ -312,17 +306,20 @@ def _received(ours: socket.socket) -> socket.socket | None:
 
 
 class EnvironmentPool:
-    """The environment processes of one sampler rank.
+    """The environment processes of one sampler rank; the first one starts at once.
 
     Args:
         source: the environment.
         config: its settings.
+
+    Raises:
+        RewardError: the system cannot start a process.
     """
 
     def __init__(self, source: EnvironmentSource, config: EnvironmentConfig) -> None:
         self._source, self._config = source, config
         self._shut_in = is_shut_in(source.path, config.sandbox)
-        self._processes: list[_Process] = []
+        self._processes = [self._started()]
         self._owners: dict[int, _Process] = {}
         self._numbers, self._told = count(), deque[Told]()
 
@@ -340,7 +337,7 @@ class EnvironmentPool:
         usable = [each for each in self._processes if not each.is_ended and not each.is_stuck]
         process = min(usable, key=lambda each: len(each.rows), default=None)
         if process is None or (process.rows and len(usable) < self._config.workers):
-            process = _Process(self._source, self._config, shut_in=self._shut_in)
+            process = self._started()
             self._processes.append(process)
         number = next(self._numbers)
         self._owners[number] = process
@@ -358,7 +355,7 @@ class EnvironmentPool:
     def leave(self, row: int) -> None:
         """Forget a row; its environment is closed."""
         process = self._owners.pop(row)
-        if not process.is_ended:
+        if row in process.rows:
             process.call(row, "close", None)
 
     def flush(self) -> None:
@@ -394,12 +391,11 @@ class EnvironmentPool:
         return [each for each in told if each.row in self._owners]
 
     def load(self) -> Parameters:
-        """Start a process and return the columns that ``reset`` takes.
+        """Wait until the class is loaded; return the columns that ``reset`` takes.
 
         Raises:
             RewardError, RolloutError: see ``turn``.
         """
-        self._processes.append(_Process(self._source, self._config, shut_in=self._shut_in))
         while self._processes[0].parameters is None:
             self.turn(1.0)
         return self._processes[0].parameters
@@ -409,3 +405,6 @@ class EnvironmentPool:
         for process in self._processes:
             process.stop()
         self._processes, self._owners = [], {}
+
+    def _started(self) -> _Process:
+        return _Process(self._source, self._config, shut_in=self._shut_in)

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("uvicorn", reason="the door is the extra `service`")
 
-from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import LanguageModel, load_model
-from rillflow.records.batch import Batch, row_ids
-from rillflow.records.ragged import Ragged
+from rillflow.models.language_model import LanguageModel
 from rillflow.records.rollout import starts
-from rillflow.records.row import RowId
 from rillflow.rewards.function import parse_function
 from rillflow.rewards.outcome import FAILED, RETURNED
 from rillflow.rollout.config import AgentConfig, RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.agents import AgentEngine
-from rillflow.tasks.encoded import Encoder
+from tests.unit.serving.conftest import around, check_sampled_once, columns_of, prompts
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<|end|> {% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
-NEW = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=96, alphabet="0123456789+=:asut ")
 AGENT = """
 import json, os, time
 from http.client import HTTPConnection
@@ -97,16 +86,6 @@ Agents = Callable[..., AgentEngine]
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[LanguageModel]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    made = load_model(ModelConfig(new=NEW), seed=3, device=torch.device("cpu"), base=Path())
-    made.tokenizer._library.chat_template = TEMPLATE
-    yield made
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
 def agents(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
     folder = tmp_path_factory.mktemp("agents")
     (folder / "agent.py").write_text(AGENT)
@@ -119,58 +98,25 @@ def agents(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> It
             return AgentEngine(
                 model.module,
                 RolloutConfig(max_tokens=12, max_rows=8, deterministic=True, agent=agent),
-                inner=inner,
                 function=parse_function(agent.function, folder, "agent"),
-                encoder=Encoder(tokenizer=model.tokenizer),
                 stack=stack,
                 stop_tokens=model.tokenizer.stop_tokens,
-                seed=11,
-                context=model.context,
+                **around(model, inner),
             )
 
         yield make
 
 
-def prompts(model: LanguageModel, kinds: Sequence[str]) -> Batch:
-    columns = [json.dumps({"prompt": f"{place}+1=", "kind": kind}) for place, kind in enumerate(kinds)]
-    tokens = [model.tokenizer.encode(f"{place}+1=") for place in range(len(kinds))]
-    ids = row_ids([RowId(0, place, 0) for place in range(len(kinds))])
-    return Batch(ids=ids, fields={"tokens": Ragged.from_rows(tokens), "columns": Ragged.from_text(columns)})
-
-
 def test_several_turns_are_one_row_sampled_once_and_the_same_again(
     agents: Agents, model: LanguageModel
 ) -> None:
-    engine = agents(workers=3)
-    engine.load(4, {})
-    asked = prompts(model, ["talks", "text", "talks"])
-    found = engine.generate(asked, samples=2)
-    again = engine.generate(asked, samples=2)
-    for name in ("tokens", "loss_mask", "sampler_logprobs", "versions", "columns"):
-        assert torch.equal(found.ragged(name).values, again.ragged(name).values), name
-    masks, texts = found.ragged("loss_mask").lists(), found.ragged("columns").to_text()
-    for tokens, mask, logprobs, versions, columns in zip(
-        found.ragged("tokens").lists(),
-        masks,
-        found.ragged("sampler_logprobs").lists(),
-        found.ragged("versions").lists(),
-        texts,
-        strict=True,
-    ):
-        told = json.loads(columns)
-        assert FAILED not in told
-        assert [4 if is_own else -1 for is_own in mask] == versions and 0 < sum(mask) <= 12
-        with torch.inference_mode():
-            logits = model.module(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
-        read = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
-        for place, (is_own, logprob) in enumerate(zip(mask, logprobs, strict=True)):
-            assert logprob == (pytest.approx(read[place - 1], abs=1e-4) if is_own else 0)
-        if told["kind"] == "talks":
-            pieces = model.tokenizer.pieces(tokens)
+    for columns, pieces, mask in check_sampled_once(agents(workers=3), model, ["talks", "text", "talks"]):
+        assert FAILED not in columns and 0 < sum(mask) <= 12
+        if columns["kind"] == "talks":
             inserted = "".join(piece for piece, is_own in zip(pieces, mask, strict=True) if not is_own)
             assert inserted.count("<|end|> t:1+1<|end|> a:") + inserted.count(" t:1+1<|end|> a:") >= 1
             assert "".join(pieces).count("<|end|> t:") == 2, "an end is there once, sampled or inserted"
-            spoken = told[RETURNED][1::2]
+            spoken = columns[RETURNED][1::2]
             rest = "".join(piece for piece, is_own in zip(pieces, mask, strict=True) if is_own)
             assert rest.replace("=", "").replace("<|end|>", "") == "".join(spoken).replace("=", "")
 
@@ -190,7 +136,7 @@ def test_an_agent_that_fails_is_told_and_the_others_go_on(agents: Agents, model:
     engine = agents(workers=2, timeout_s=4.0)
     engine.load(0, {})
     found = engine.generate(prompts(model, [*FAILURES, "text"]))
-    *failed, last = map(json.loads, found.ragged("columns").to_text())
+    *failed, last = columns_of(found)
     *sampled, six = found.ragged("loss_mask").sums().tolist()
     for told, count, (outcome, message, tokens) in zip(failed, sampled, FAILURES.values(), strict=True):
         assert told[FAILED][0] == outcome and message in told[FAILED][1]
@@ -259,17 +205,13 @@ def test_a_sandboxed_agent_reaches_its_door_and_nothing_else(model: LanguageMode
         engine = AgentEngine(
             model.module,
             RolloutConfig(max_tokens=12, max_rows=8, deterministic=True, agent=agent),
-            inner=NativeEngine,
             function=parse_function(agent.function, tmp_path, "agent"),
-            encoder=Encoder(tokenizer=model.tokenizer),
             stack=stack,
             stop_tokens=model.tokenizer.stop_tokens,
-            seed=11,
-            context=model.context,
+            **around(model),
         )
         port = str(machine.getsockname()[1])
         rows = engine.generate(prompts(model, [port, port, port]), samples=1)
-    for text in rows.ragged("columns").to_text():
-        columns = json.loads(text)
+    for columns in columns_of(rows):
         assert FAILED not in columns, columns[FAILED]
         assert columns[RETURNED] == ["", ["agent.py"]]

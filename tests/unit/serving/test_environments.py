@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-import torch
 
 from rillflow.errors import RillflowError, RolloutError
-from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import LanguageModel, load_model
-from rillflow.records.batch import Batch, row_ids
-from rillflow.records.ragged import Ragged
+from rillflow.models.language_model import LanguageModel
 from rillflow.records.rollout import Finish, Rollout, starts
-from rillflow.records.row import RowId
 from rillflow.rewards.outcome import FAILED
 from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.environments.engine import EnvironmentEngine
 from rillflow.serving.environments.pool import EnvironmentPool
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS, parse_environment
-from rillflow.tasks.encoded import Encoder
+from tests.unit.serving.conftest import around, check_logprobs, check_sampled_once, columns_of, prompts
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<|end|> {% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
-NEW = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=96, alphabet="0123456789+=:asut ")
 GAME = """
 import asyncio
 import os
@@ -87,35 +78,24 @@ Made = Callable[..., EnvironmentEngine]
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[LanguageModel]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    made = load_model(ModelConfig(new=NEW), seed=3, device=torch.device("cpu"), base=Path())
-    made.tokenizer._library.chat_template = TEMPLATE
-    yield made
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
 def made(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     folder = tmp_path_factory.mktemp("game")
     (folder / "game.py").write_text(GAME)
     with ExitStack() as stack:
 
-        def make(*, deterministic: bool = True, **settings: Any) -> EnvironmentEngine:
+        def make(
+            *, deterministic: bool = True, inner: Callable[..., Engine] = NativeEngine, **settings: Any
+        ) -> EnvironmentEngine:
             environment = EnvironmentConfig(source="game.py:Game", **settings)
             return EnvironmentEngine(
                 model.module,
                 RolloutConfig(
                     max_tokens=24, max_rows=8, deterministic=deterministic, environment=environment
                 ),
-                inner=NativeEngine,
                 source=parse_environment(environment, folder),
-                encoder=Encoder(tokenizer=model.tokenizer),
                 stack=stack,
                 stop_tokens=model.tokenizer.stop_tokens | {*model.tokenizer.encode("0123456789")},
-                seed=11,
-                context=model.context,
+                **around(model, inner),
             )
 
         yield make
@@ -128,40 +108,12 @@ def games(made: Made) -> EnvironmentEngine:
     return engine
 
 
-def prompts(model: LanguageModel, kinds: Sequence[str]) -> Batch:
-    columns = [json.dumps({"prompt": f"{place}+1=", "kind": kind}) for place, kind in enumerate(kinds)]
-    tokens = [model.tokenizer.encode(f"{place}+1=") for place in range(len(kinds))]
-    ids = row_ids([RowId(0, place, 0) for place in range(len(kinds))])
-    return Batch(ids=ids, fields={"tokens": Ragged.from_rows(tokens), "columns": Ragged.from_text(columns)})
-
-
-def told(rows: Batch) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in rows.ragged("columns").to_text()]
-
-
 def test_turns_are_one_row_sampled_once_and_the_same_again(
     games: EnvironmentEngine, model: LanguageModel
 ) -> None:
-    asked = prompts(model, ["text", "plain", "chat", "text"])
-    found, again = games.generate(asked, samples=2), games.generate(asked, samples=2)
-    for name in ("tokens", "loss_mask", "sampler_logprobs", "versions", "columns"):
-        assert torch.equal(found.ragged(name).values, again.ragged(name).values), name
-    for place, (tokens, mask, logprobs, versions, columns) in enumerate(
-        zip(
-            found.ragged("tokens").lists(),
-            found.ragged("loss_mask").lists(),
-            found.ragged("sampler_logprobs").lists(),
-            found.ragged("versions").lists(),
-            told(found),
-            strict=True,
-        )
-    ):
+    rows = check_sampled_once(games, model, ["text", "plain", "chat", "text"])
+    for place, (columns, pieces, mask) in enumerate(rows):
         assert FAILED not in columns and 3 <= sum(mask) <= 24
-        assert [4 if is_own else -1 for is_own in mask] == versions
-        read = logprobs_of(model, tokens)
-        for at, (is_own, logprob) in enumerate(zip(mask, logprobs, strict=True)):
-            assert logprob == (pytest.approx(read[at - 1], abs=1e-4) if is_own else 0)
-        pieces = model.tokenizer.pieces(tokens)
         said = "".join(piece for piece, is_own in zip(pieces, mask, strict=True) if not is_own)
         if columns["kind"] == "chat":
             assert said.startswith("u:1+1<|end|> a:") and "".join(pieces).count("<|end|> u:") in (1, 2)
@@ -170,14 +122,6 @@ def test_turns_are_one_row_sampled_once_and_the_same_again(
             assert begin + "1+2+" == said or sum(mask) == 24
         if columns[TURNS] == 3:
             assert columns[ENVIRONMENT_REWARD] == 6.0 and columns[METRICS] == {"turns": 3.0}
-
-
-def logprobs_of(model: LanguageModel, tokens: Sequence[int]) -> list[float]:
-    """Return the log probability of every token but the first."""
-    with torch.inference_mode():
-        logits = model.module(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
-    read: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
-    return read
 
 
 def test_a_row_continues_from_its_kv_cache_unless_the_weights_are_new(
@@ -198,9 +142,7 @@ def test_a_row_continues_from_its_kv_cache_unless_the_weights_are_new(
     assert kept and len(rows) == 12 and {2} < {*rows[-1].versions}
     for row in rows:
         assert row.cache is None and FAILED not in json.loads(row.columns), row.columns
-        read = logprobs_of(model, row.tokens)
-        for at, (is_own, logprob) in enumerate(zip(row.loss_mask, row.logprobs, strict=True)):
-            assert logprob == (pytest.approx(read[at - 1], abs=1e-4) if is_own else 0)
+        check_logprobs(model, row.tokens, row.loss_mask, row.logprobs)
 
 
 def test_a_fault_ends_its_own_row_and_names_the_class_and_the_line(
@@ -208,7 +150,7 @@ def test_a_fault_ends_its_own_row_and_names_the_class_and_the_line(
 ) -> None:
     kinds = ["text", "raises", "reset raises", "wrong type", "nan", "never ends", "prints", "foreign"]
     rows = games.generate(prompts(model, kinds), samples=1)
-    found = dict(zip(kinds, told(rows), strict=True))
+    found = dict(zip(kinds, columns_of(rows), strict=True))
     finish = dict(zip(kinds, rows.dense("finish").tolist(), strict=True))
     for kind in ("text", "prints"):
         assert FAILED not in found[kind] and found[kind][TURNS] == 3, found[kind]
@@ -231,14 +173,14 @@ def test_a_hanging_one_times_out_and_a_dead_process_fails_the_rows_that_it_holds
 ) -> None:
     engine = made(workers=2, timeout_s=1.0)
     begun = time.monotonic()
-    rows = told(engine.generate(prompts(model, ["hangs", "text", "text"]), samples=1))
+    rows = columns_of(engine.generate(prompts(model, ["hangs", "text", "text"]), samples=1))
     assert time.monotonic() - begun < 60, "the hanging environment sleeps for 100 s"
     assert rows[0][FAILED][0] == "timeout" and "gave no answer within 1 s" in rows[0][FAILED][1]
     assert [FAILED in row for row in rows] == [True, False, False], rows
-    rows = told(engine.generate(prompts(model, ["exits"]), samples=1))
+    rows = columns_of(engine.generate(prompts(model, ["exits"]), samples=1))
     assert rows[0][FAILED][0] == "error" and "exited with status 3" in rows[0][FAILED][1]
     assert "game.py:" in rows[0][FAILED][1]
-    rows = told(engine.generate(prompts(model, ["text"]), samples=1))
+    rows = columns_of(engine.generate(prompts(model, ["text"]), samples=1))
     assert FAILED not in rows[0], "a new process takes its place"
 
 
@@ -288,27 +230,87 @@ def test_a_source_that_is_none_is_refused(source: str, tmp_path: Path) -> None:
         parse_environment(EnvironmentConfig(source=source), tmp_path)
 
 
-def test_256_environments_work_at_once(tmp_path: Path) -> None:
-    """One after the other they would take 128 s."""
-    (tmp_path / "slow.py").write_text(
-        "import time\n\n\nclass Slow:\n    def reset(self, **columns):\n        return ''\n\n"
-        "    def step(self, text):\n        time.sleep(0.5)\n        return text, 1.0, True, False, {}\n"
-    )
-    config = EnvironmentConfig(source="slow.py:Slow")
-    pool = EnvironmentPool(parse_environment(config, tmp_path), config)
-    try:
-        rows = [pool.begin({"prompt": "1+1="}) for _ in range(256)]
-        assert pool.room == 0
-        found: list[Any] = []
-        while len(found) < 256:
-            found += pool.turn(1.0)
-        begun = time.monotonic()
-        for row in rows:
-            pool.step(row, str(row), {})
-        found.clear()
-        while len(found) < 256:
-            found += pool.turn(1.0)
-        assert {each.observation for each in found} == {*map(str, rows)}
-        assert time.monotonic() - begun < 40
-    finally:
-        pool.close()
+class Added(NativeEngine):
+    """Notes the rows in the order in which they are added."""
+
+    order: ClassVar[list[int]] = []
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        self.order.append(rollout.row.prompt)
+        super().add(rollout, sampling)
+
+
+def test_new_rows_are_sampled_first_then_those_whose_environments_take_longest(
+    made: Made, model: LanguageModel
+) -> None:
+    engine = made(workers=1, inner=Added)
+    for start in starts(prompts(model, ["text"] * 5), 1):
+        engine.add(start)
+    engine._begin()
+    while len(engine._ready) < 5:
+        engine._taken(1.0)
+    for episode, mean_s in zip(engine._episodes.values(), (0.1, None, 0.3, 0.2, None), strict=True):
+        if mean_s is not None:
+            episode._count, episode._acted_s = 2, 2 * mean_s
+    engine._feed()
+    assert Added.order == [1, 4, 2, 3, 0]
+    engine._clear()
+
+
+SLOW = """
+import time
+
+
+class Slow:
+    def reset(self, **columns):
+        return ""
+
+    def step(self, text):
+        time.sleep(float(text))
+        return text, 1.0, True, False, {}
+"""
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Iterator[Callable[..., EnvironmentPool]]:
+    (tmp_path / "slow.py").write_text(SLOW)
+    with ExitStack() as stack:
+
+        def make(**settings: Any) -> EnvironmentPool:
+            config = EnvironmentConfig(source="slow.py:Slow", **settings)
+            pool = EnvironmentPool(parse_environment(config, tmp_path), config)
+            stack.callback(pool.close)
+            return pool
+
+        yield make
+
+
+def told(pool: EnvironmentPool, count: int) -> set[int]:
+    """Return the rows of the next answers, so many."""
+    found = set[int]()
+    while len(found) < count:
+        found |= {each.row for each in pool.turn(1.0)}
+    return found
+
+
+def test_512_environments_work_at_once(pools: Callable[..., EnvironmentPool]) -> None:
+    """One after the other they would take 256 s."""
+    pool = pools()
+    rows = {pool.begin({"prompt": "1+1="}) for _ in range(512)}
+    assert pool.room == 0 and told(pool, 512) == rows
+    begun = time.monotonic()
+    for row in rows:
+        pool.step(row, "0.5", {})
+    assert told(pool, 512) == rows
+    assert time.monotonic() - begun < 60
+
+
+def test_a_slow_environment_keeps_no_other_answer_waiting(pools: Callable[..., EnvironmentPool]) -> None:
+    pool = pools(workers=1)
+    rows = [pool.begin({"prompt": "1+1="}) for _ in range(4)]
+    told(pool, 4)
+    for row, seconds in zip(rows, ("0", "40", "0", "0"), strict=True):  # all in one frame
+        pool.step(row, seconds, {})
+    begun = time.monotonic()
+    assert told(pool, 3) == {rows[0], *rows[2:]}
+    assert time.monotonic() - begun < 30
