@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from rillflow.errors import ConfigError
 from rillflow.workers.backend import RankLost
+from rillflow_classic.checkpointed import CheckpointedObjects
 from rillflow_classic.fragment import Fragment, joined
 from rillflow_classic.operators.iterators import LocalIterator, from_workers
 from rillflow_classic.policy import Learner
@@ -36,6 +37,7 @@ class CallSystem:
 
     def __init__(self, actors: WorkerSet[Actor], learners: Mapping[str, Learner]) -> None:
         self.actors, self.learners = actors, learners
+        self.kept = CheckpointedObjects()
         self._loads: list[WorkerCall] = []
 
     @property

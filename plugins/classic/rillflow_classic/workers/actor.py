@@ -381,7 +381,7 @@ class _Lane:
             recording.write(acted, version, stepped, group.slots)
             if acted.state is not None:
                 resets = recording.ended(at - 1) if at else group.resets
-                group.state = _restarted(acted.state, group.layout.initial, resets)
+                group.state = restarted(acted.state, group.layout.initial, resets)
             if stepped.episodes:
                 recording.episodes += _episodes_of(stepped, group.slots)
 
@@ -417,7 +417,7 @@ def joined_by_policy(fragments: Sequence[Mapping[str, Fragment]]) -> dict[str, F
     return {name: joined([each[name] for each in fragments]) for name in fragments[0]}
 
 
-def _restarted(state: Array, initial: Array | None, resets: Array) -> Array:
+def restarted(state: Array, initial: Array | None, resets: Array) -> Array:
     """Return the state with the initial one where a row was a reset."""
     if initial is None or not resets.any():
         return state
