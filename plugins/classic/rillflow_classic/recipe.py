@@ -176,14 +176,17 @@ class LoadedClassicRecipe:
         return [drawn(self)]
 
     def _look(self, report: Report) -> None:
-        from rillflow_classic.build import inputs_of
+        """Make one environment and the learners, and report their problems."""
+        from rillflow_classic.build import Parts
+        from rillflow_classic.environments.make import make_environment
 
         try:
-            inputs = inputs_of(self, "")
-            report.say(
-                "environment", [f"observations {inputs.observation_space}", f"actions {inputs.action_space}"]
-            )
-            self.algorithm.learner(inputs)
+            parts = Parts.of(self)
+            environment = make_environment(parts.environment, 1, seed=parts.seed)
+            spaces = {"observations": environment.observation_space, "actions": environment.action_space}
+            report.say("environment", [f"{name}: {space}" for name, space in spaces.items()])
+            parts.learners(environment)
+            environment.close()
         except RillflowError as error:
             report.problems.append(error)
 

@@ -41,7 +41,7 @@ from rillflow.runs.reader import best_checkpoint, read_evaluations, read_metrics
 from rillflow.runs.run_directory import RunDirectory, set_aside
 from rillflow.runs.summary import Summary, summarise
 from rillflow_classic.build import Parts, open_system
-from rillflow_classic.environments.make import make_environment
+from rillflow_classic.environments.make import make_environment, make_video_environment
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.evaluation import GreedyPlayer, judged_episodes, num_slots, play
 from rillflow_classic.system import CallSystem
@@ -128,7 +128,7 @@ def _train(
         progress.note(f"starting again{again}")
     for change in run.changes:
         progress.note(f"changed: from step {kept + 1} on, {change.key}: {change.old!r} -> {change.new!r}")
-    start = {"base": str(loaded.base.absolute()), "after_step": kept}
+    start: dict[str, Any] = {"base": str(loaded.base.absolute()), "after_step": kept}
     start["placement"] = loaded.recipe.workers.model_dump(mode="json")
     run.log_start({**environment(device="cpu", command=command), **start})
     trackers.start()
@@ -265,7 +265,11 @@ class ClassicLoop:
     ) -> Iterator[tuple[GreedyPlayer, VectorEnvironment]]:
         """Yield a player of the present weights, with its environment."""
         seed = seed_of(self._recipe.run.seed, step, EVALUATED)
-        environment = make_environment(self._parts.environment, slots, seed=seed, show=show)
+        settings = self._parts.environment
+        if show:
+            environment = make_video_environment(settings, seed=seed)
+        else:
+            environment = make_environment(settings, slots, seed=seed)
         policies = {name: learner.policy for name, learner in self._system.learners.items()}
         try:
             yield GreedyPlayer(environment, policies, self._parts.routes, seed), environment
