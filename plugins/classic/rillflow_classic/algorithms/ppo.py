@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from rillflow.records.metrics import Metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, System
-from rillflow_classic.fragment import Fragment
 from rillflow_classic.on_policy import OnPolicyConfig, OnPolicyLearner
+from rillflow_classic.operators.steps import train_one_step
 
 
 class PPOConfig(OnPolicyConfig):
@@ -21,17 +21,9 @@ class PPOConfig(OnPolicyConfig):
 
 
 def plan(system: System, settings: OnPolicyConfig) -> Iterator[Metrics]:
-    """Return the dataflow: fragments, an update, new weights for all actors."""
+    """Return the dataflow: one fragment of every actor, an update, new weights for all actors."""
     del settings
-    learner = system.learner
-    system.publish(learner)
-
-    def train(fragment: Fragment) -> Metrics:
-        metrics = learner.update(fragment)
-        system.publish(learner)
-        return metrics
-
-    return system.rollouts("bulk_sync").for_each(train)  # type: ignore[no-any-return]
+    return system.rollouts("bulk_sync").for_each(train_one_step(system))  # type: ignore[no-any-return]
 
 
 ALGORITHM = ClassicAlgorithm(name="ppo", config=PPOConfig, learner=OnPolicyLearner, plan=plan)
