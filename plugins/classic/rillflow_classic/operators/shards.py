@@ -16,13 +16,12 @@ from uuid import uuid4
 
 from rillflow.errors import ClusterError
 from rillflow.workers.backend import RankLost, Site
-from rillflow_classic.operators.context import NotReady, PlanContext, SourceWorker
+from rillflow_classic.operators.context import NotReady, Operator, PlanContext, SourceWorker
 from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet
 
+Function = Callable[[Any], Any] | Operator
 Transform = Callable[[PlanContext, Iterator[Any]], Iterator[Any]]
 """Changes a sequence of items; it passes NotReady on."""
-
-
 Method = str | Callable[..., Any]
 """Name of a worker's method, or a function of the worker."""
 
@@ -85,9 +84,8 @@ class _Opened:
         """Workers that are not lost."""
         self.items: list[tuple[SourceWorker, Any]] = []
         """Items of the present round."""
-        opening = shards.workers.submit_all(
-            _open, self._key, shards.method, shards.arguments, shards.transforms
-        )
+        sent = (self._key, shards.method, shards.arguments, shards.transforms)
+        opening = shards.workers.submit_all(_open, *sent)
         for source, call in zip(tuple(self.live), opening, strict=True):
             self._read(source, call)
 
@@ -139,14 +137,29 @@ class _Opened:
             return NotReady()
 
 
-def _open(
-    site: Site,
-    pool: str,
-    key: str,
-    method: Method,
-    arguments: tuple[Any, ...],
-    transforms: tuple[Transform, ...],
-) -> None:
+def transformed(
+    function: Function, is_flat: bool, context: PlanContext, items: Iterator[Any]
+) -> Iterator[Any]:
+    """Apply a function to items; an operator begins here, before the first item is asked for."""
+    apply = function.begin(context) if isinstance(function, Operator) else function
+
+    def results() -> Iterator[Any]:
+        for item in items:
+            if isinstance(item, NotReady):
+                yield item
+                continue
+            while isinstance(result := apply(item), NotReady):
+                yield result
+            context.moves += 1
+            if is_flat:
+                yield from result
+            else:
+                yield result
+
+    return results()
+
+
+def _open(site: Site, pool: str, key: str, method: Method, arguments: Any, transforms: Any) -> None:
     """Make the iterator of a worker."""
     worker = site.objects[pool]
     context, items = PlanContext(worker, site.objects), _results(worker, method, arguments)
