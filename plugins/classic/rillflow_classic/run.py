@@ -37,13 +37,14 @@ from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
 from rillflow.runs.environment import environment
 from rillflow.runs.progress import Progress
-from rillflow.runs.reader import best_checkpoint, read_evaluations, read_metrics
+from rillflow.runs.reader import RankSpan, SpanRecord, best_checkpoint, read_evaluations, read_metrics
 from rillflow.runs.run_directory import RunDirectory, set_aside
 from rillflow.runs.summary import Summary, summarise
 from rillflow_classic.build import Parts, open_system
 from rillflow_classic.environments.make import make_environment, make_video_environment
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.evaluation import GreedyPlayer, judged_episodes, num_slots, play
+from rillflow_classic.operators.context import OperatorWork, PlanContext
 from rillflow_classic.system import CallSystem
 from rillflow_classic.video import record_video
 
@@ -197,20 +198,23 @@ class ClassicLoop:
         every = self._recipe.run.checkpoint_every
         last = min(self._steps, step - step % every + every)
         self._system.reset(seed_of(self._recipe.run.seed, step))
-        plan: Iterator[Metrics] = iter(self._loaded.algorithm.plan(self._system, self._loaded.settings))
-        began = time.perf_counter()
+        plan: Any = self._loaded.algorithm.plan(self._system, self._loaded.settings)
+        context = PlanContext()
+        items = plan.run(context)
         while step < last:
-            metrics, step = next(plan), step + 1
+            began_s, elapsed_s = time.perf_counter(), self._run_directory.elapsed_s()
+            metrics, step = next(items), step + 1
+            took_s = time.perf_counter() - began_s
             self._run_directory.log_metrics(step, self._name, metrics)
-            now = time.perf_counter()
-            self._progress.step(self._name, step, metrics, now - began)
+            for span in spans_of(context.take_work(), step, began_s, took_s, elapsed_s):
+                self._run_directory.log_span(span)
+            self._progress.step(self._name, step, metrics, took_s)
             evaluate_every = self._recipe.evaluate.every
             if evaluate_every and step % evaluate_every == 0:
                 self._evaluate(step)
-            began = time.perf_counter()
             if self._asked.requested and step < last:
                 raise self._stopped(step)
-        del plan
+        del items
         self._save(step)
         if self._asked.requested and step < self._steps:
             raise self._stopped(step)
@@ -275,6 +279,29 @@ class ClassicLoop:
             yield GreedyPlayer(environment, policies, self._parts.routes, seed), environment
         finally:
             environment.close()
+
+
+def spans_of(
+    work: Mapping[str, OperatorWork], step: int, began_s: float, took_s: float, elapsed_s: float
+) -> list[SpanRecord]:
+    """Return the spans of a step: a stage for each operator, and the wait for the actors between them.
+
+    Args:
+        work: work of the operators.
+        step: number of the step.
+        began_s: start of the step on the operators' clock.
+        took_s: duration of the step.
+        elapsed_s: start of the step in seconds of the run.
+    """
+    waited_s = max(0.0, took_s - sum(each.spent_s for each in work.values()))
+    found = {"actors.wait": OperatorWork(began_s=began_s, spent_s=waited_s)}
+    found |= {f"plan.{label}": each for label, each in work.items()}
+    spans = []
+    for stage, each in found.items():
+        start_s = elapsed_s + max(0.0, each.began_s - began_s)
+        rank = RankSpan(rank=0, start_s=start_s, duration_s=each.spent_s, rows=0, tokens=0)
+        spans.append(SpanRecord.of_ranks([rank], 1, step=step, stage=stage, pool="controller", after=()))
+    return spans
 
 
 def seed_of(*parts: int) -> int:
