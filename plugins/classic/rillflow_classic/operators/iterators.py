@@ -311,9 +311,9 @@ def queue(capacity: int, initial: Sequence[Any] = ()) -> tuple[Operator, LocalIt
 def collect(
     label: str,
     is_full: Callable[[list[Any]], bool],
-    join: Callable[[PlanContext, list[Any]], Any] | None = None,
+    join: Callable[[PlanContext, list[Any]], Any] = lambda _, items: items,
 ) -> Operator:
-    """Collect items until a list of them is full, and return it, or what ``join`` makes of it; for ``combine``."""
+    """Collect items until a list of them is full, and return what ``join`` makes of it; for ``combine``."""
 
     def begin(context: PlanContext) -> Callable[[Any], Sequence[Any]]:
         held: list[Any] = []
