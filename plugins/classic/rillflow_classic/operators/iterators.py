@@ -266,7 +266,8 @@ def concurrently(
         ]
         return _merged(turns, [turns[index] for index in kept])
 
-    node = PlanNode(label=f"concurrently {mode}", inputs=tuple(each.node for each in flows))
+    shown = "" if output_indexes is None else f", output {', '.join(str(each) for each in kept)}"
+    node = PlanNode(label=f"concurrently {mode}{shown}", inputs=tuple(each.node for each in flows))
     return LocalIterator(node, started)
 
 
