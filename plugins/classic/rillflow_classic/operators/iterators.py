@@ -265,7 +265,8 @@ def concurrently(
         ]
         return _merged(turns, [turns[index] for index in kept])
 
-    node = PlanNode(label=f"concurrently {mode}", inputs=tuple(each.node for each in flows))
+    shown = "" if output_indexes is None else f", output {', '.join(str(each) for each in kept)}"
+    node = PlanNode(label=f"concurrently {mode}{shown}", inputs=tuple(each.node for each in flows))
     return LocalIterator(node, started)
 
 
@@ -310,9 +311,9 @@ def queue(capacity: int, initial: Sequence[Any] = ()) -> tuple[Operator, LocalIt
 def collect(
     label: str,
     is_full: Callable[[list[Any]], bool],
-    join: Callable[[PlanContext, list[Any]], Any] | None = None,
+    join: Callable[[PlanContext, list[Any]], Any] = lambda _, items: items,
 ) -> Operator:
-    """Collect items until a list of them is full, and return it, or what ``join`` makes of it; for ``combine``."""
+    """Collect items until a list of them is full, and return what ``join`` makes of it; for ``combine``."""
 
     def begin(context: PlanContext) -> Callable[[Any], Sequence[Any]]:
         held: list[Any] = []

@@ -25,6 +25,9 @@ from rillflow_classic.operators.iterators import LocalIterator, collect, from_fu
 from rillflow_classic.policy import Learner, Weights
 from rillflow_classic.worker_set import WorkerSet
 
+Rollout = Fragment | Mapping[str, Fragment]
+"""What an actor returns: a fragment, or one of each policy."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGradients:
@@ -36,6 +39,25 @@ class WorkerGradients:
     """Of the fragment and of its loss."""
     version: int
     """Version of the weights that acted and that have these gradients."""
+
+
+def bulk_sync_rollouts(workers: WorkerSet[Any], method: str = "sample") -> LocalIterator:
+    """Return rollouts of all actors side by side; no actor runs between two of them."""
+    return from_workers(workers, method).batch_across_workers().for_each(join)
+
+
+def async_rollouts(workers: WorkerSet[Any], method: str = "sample", *, num_async: int = 1) -> LocalIterator:
+    """Return rollouts of single actors as they come, with ``num_async`` calls in flight at each."""
+    return from_workers(workers, method).gather_async(num_async)
+
+
+def join(rollouts: Sequence[Rollout]) -> Rollout:
+    """Return rollouts of several actors side by side, by policy if they have several."""
+    single = [each for each in rollouts if isinstance(each, Fragment)]
+    several = [each for each in rollouts if not isinstance(each, Fragment)]
+    if not several:
+        return joined(single)
+    return {name: joined([each[name] for each in several]) for name in several[0]}
 
 
 def select(policy: str) -> Operator:
