@@ -65,12 +65,12 @@ class ActionCheck:
             is_inside = not np.isnan(np.add.reduce(actions, axis=None))
         else:
             is_inside = bool(((actions >= self._low) & (actions <= self._high)).all())
-        return actions if is_inside else self._refuse(actions)
+        if not is_inside:
+            self._refuse(actions)
+        return actions.astype(self._space.dtype, copy=False)
 
-    def _refuse(self, actions: NDArray[Any]) -> NDArray[Any]:
+    def _refuse(self, actions: NDArray[Any]) -> None:
         outside = ~((actions >= self._low) & (actions <= self._high))
-        if not outside.any():
-            return actions
         slot = int(np.argwhere(outside)[0][0])
         raise EnvironmentFailure(
             f"the action of slot {slot} is {actions[slot]}",

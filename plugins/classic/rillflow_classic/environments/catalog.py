@@ -68,18 +68,21 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
     name, _, attribute = SHIPPED.get(config.id, config.id).rpartition(":")
     if name and attribute.isidentifier():
         return _class_entry(config, name, attribute)
-    pool, gym = envpool_ids(), _gymnasium_ids()
-    for provider, ids, names in (
-        ("envpool", pool, (config.id.removeprefix(ATARI),)),
-        ("gymnasium", gym, (config.id, ATARI + config.id)),
-    ):
-        if config.provider in ("auto", provider):
-            for each in names:
-                if each in ids:
-                    return CatalogEntry(provider=provider, name=each)  # type: ignore[arg-type]
-    if config.provider == "gymnasium" and ":" in config.id:
-        return CatalogEntry(provider="gymnasium", name=config.id)
-    raise _unknown(config, pool, gym)
+    if config.provider in ("auto", "envpool"):
+        plain = config.id.removeprefix(ATARI)
+        if plain in envpool_ids():
+            return CatalogEntry(provider="envpool", name=plain)
+    if config.provider in ("auto", "gymnasium"):
+        known = _gymnasium_ids()
+        for each in (config.id, ATARI + config.id):
+            if each in known:
+                return CatalogEntry(provider="gymnasium", name=each)
+    raise _unknown(config, envpool_ids(), _gymnasium_ids())
+
+
+def has_twin(name: str) -> bool:
+    """Return whether Gymnasium has EnvPool's id with equal observations; Atari's are preprocessed."""
+    return name in _gymnasium_ids()
 
 
 def _unknown(config: EnvironmentSettings, pool: frozenset[str], gym: frozenset[str]) -> ConfigError:

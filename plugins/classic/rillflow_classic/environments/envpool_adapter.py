@@ -45,17 +45,21 @@ class EnvPoolEnvironment:
         name: EnvPool's id.
         config: settings; ``arguments`` are EnvPool's, such as num_threads.
         num_slots: number of slots N.
+        show: whether Atari renders frames.
 
     Raises:
         ConfigError: EnvPool refuses an argument, or its spaces cannot be arrays.
     """
 
-    def __init__(self, name: str, config: EnvironmentSettings, num_slots: int) -> None:
+    def __init__(self, name: str, config: EnvironmentSettings, num_slots: int, *, show: bool = False) -> None:
         self._name, self.num_slots = name, num_slots
         self.agents: Sequence[str] = ("",) * num_slots
         self._arguments = {"num_envs": num_slots, **config.arguments}
         spec = _spec(name, self._arguments)
-        if "stack_num" in spec.config._fields and config.frame_stack:
+        self.stacks = "stack_num" in spec.config._fields
+        """Whether the pool itself stacks observations."""
+        self._look = {"render_mode": "rgb_array"} if show and self.stacks else {}
+        if self.stacks and config.frame_stack:
             self._arguments["stack_num"] = config.frame_stack
         self._limit = config.time_limit or min(int(spec.config.max_episode_steps), _LONGEST)
         self._arguments["max_episode_steps"] = self._limit + 1
@@ -83,7 +87,9 @@ class EnvPoolEnvironment:
         """Make a new pool with the seed, the only way to seed EnvPool, and reset it."""
         import envpool
 
-        self._pool = envpool.make(self._name, env_type="gymnasium", seed=seed % 2**31, **self._arguments)
+        self._pool = envpool.make(
+            self._name, env_type="gymnasium", seed=seed % 2**31, **self._arguments, **self._look
+        )
         keys = list(self._pool._state_keys)
         self._order = [next(i for i, key in enumerate(keys) if key.split(":")[0] == name) for name in _FIELDS]
         self._action_dtype = self._pool._spec._action_spec[-1][0]
@@ -135,9 +141,8 @@ class EnvPoolEnvironment:
         return [observations.astype(self._dtype, copy=False), rewards, done, truncated]
 
     def render(self, slot: int) -> Array | None:
-        """Return None; ``make_video_environment`` makes environments that show something."""
-        del slot
-        return None
+        """Return a frame of a slot if ``show`` is set and the id is one of Atari; None otherwise."""
+        return self._pool.render(np.array([slot], np.int32))[0] if self._look else None
 
     def state(self) -> Mapping[str, Array]:
         """Return no statistics."""

@@ -224,6 +224,7 @@ class ParallelLane:
         self.observation_space = array_space(observations[0], name)
         self.action_space: Space = actions[0]
         self._limit, self._length, self._live = time_limit, 0, frozenset[Any]()
+        self._last: list[Any] = [None] * len(self._keys)
 
     def begin(self, seed: int | None, rows: Rows) -> None:
         """Begin a new episode of all agents; see ``Lane.begin``."""
@@ -255,12 +256,13 @@ class ParallelLane:
         for index, agent in enumerate(self._keys):
             if agent not in self._live:
                 rows.rewards[index], rows.terminated[index], rows.truncated[index] = 0.0, False, True
+                rows.observations[index] = self._last[index]
                 continue
             if agent not in observations or agent not in rewards:
                 raise self._checked.malformed(
                     "step", sorted(map(str, observations)), f"an observation and a reward of {agent!r}"
                 )
-            rows.observations[index] = self._seen(observations[agent], "step")
+            rows.observations[index] = self._last[index] = self._seen(observations[agent], "step")
             rows.rewards[index] = self._checked.reward(rewards[agent])
             rows.terminated[index] = bool(terminated.get(agent, False))
             rows.truncated[index] = bool(truncated.get(agent, False)) or is_late

@@ -94,6 +94,10 @@ class EpisodeTotals:
         """Forget all episodes."""
         self._rewards[:], self.lengths[:] = 0.0, 0
 
+    def drop(self, slots: slice) -> None:
+        """Forget the episodes of slots whose results were lost."""
+        self._rewards[slots], self.lengths[slots] = 0.0, -1
+
     def add(self, rewards: NDArray[np.float32], ended: Array) -> Sequence[FinishedEpisode]:
         """Add one step; return the episodes that ended in it.
 
