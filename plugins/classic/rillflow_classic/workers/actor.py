@@ -177,7 +177,8 @@ class Actor:
     def poll(self, budget_s: float) -> ActorReport:
         """Step environments and send fragments for a while, or until the trainer stops all workers.
 
-        Each environment has at least one turn, also with a budget of 0. While the sample stream is full, an environment waits at the end of its fragment.
+        Each environment has at least one turn, also with a budget of 0. While the sample stream is full, an
+        environment waits at the end of its fragment.
         """
         assert self._sink is not None and self._parameters is not None, "the actor has no streams"
         self._begin()
