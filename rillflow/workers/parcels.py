@@ -32,6 +32,8 @@ PACKET_BYTES = 2**16
 """Largest packet; a larger frame is in a segment of its own. A socket's usual buffer holds three of them."""
 MAX_DESCRIPTORS = 253
 """Linux's limit of descriptors in one packet."""
+MAX_CONTENT_BYTES = 2**13
+"""A larger content is in shared memory too, so that the driver forwards it unseen."""
 _ALIGNMENT = 64
 _COUNT = struct.Struct("<q")
 
@@ -76,7 +78,7 @@ class Parcel:
     """A serialised value; pickled within another one, it arrives as the value."""
 
     content: bytes
-    """Bytes of the value without its buffers."""
+    """Bytes of the value without its buffers; empty: the last buffer has them."""
     segments: tuple[MemorySegment, ...] = ()
     """Shared memory of its buffers."""
     layout: tuple[int, ...] = ()
@@ -107,12 +109,11 @@ class Parcel:
 
     def open(self) -> Any:
         """Return the value."""
-        return loaded(self.content, self.buffers()) if self.layout else loaded(self.content)
-
-    def buffers(self) -> list[NDArray[np.uint8]]:
-        """Return the buffers, mapped."""
+        if not self.layout:
+            return loaded(self.content)
         mapped = [segment.mapped() for segment in self.segments]
-        return [mapped[index][start : start + size] for index, start, size in _threes(self.layout)]
+        buffers = [mapped[index][start : start + size] for index, start, size in _threes(self.layout)]
+        return _opened(self.content, buffers)
 
 
 class _ParcelPickler(MessagePickler):
@@ -130,6 +131,10 @@ class _ParcelPickler(MessagePickler):
 
     def parcel(self, content: bytes) -> Parcel:
         """Return the parcel of a value that has been pickled."""
+        if len(content) > MAX_CONTENT_BYTES:
+            self._large.append(content)
+            self._layout.append([-1, 0, len(content)])
+            content = b""
         if self._large:
             segment, offsets = MemorySegment.of(self._large)
             for each, offset in zip((each for each in self._layout if each[0] < 0), offsets, strict=True):
@@ -153,7 +158,7 @@ class _ParcelPickler(MessagePickler):
         for view, (index, start, size) in zip(views, _threes(value.layout), strict=True):
             self._known[id(view)] = [first + index, start, size]
         self._kept += views  # an id is unique only while its object lives
-        return loaded, (value.content, views)
+        return _opened, (value.content, views)
 
     def _keep_inside(self, buffer: Any) -> bool:
         if (known := self._known.get(id(buffer))) is not None:
@@ -165,6 +170,11 @@ class _ParcelPickler(MessagePickler):
         self._large.append(raw)
         self._layout.append([-1, 0, raw.nbytes])
         return False
+
+
+def _opened(content: bytes, buffers: list[Any]) -> Any:
+    """Return the value of a parcel."""
+    return loaded(content or bytes(buffers.pop()), buffers)
 
 
 def _threes(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -272,7 +272,8 @@ def test_no_bytes_through_the_controller_in_a_step_of_ppo(backend: Backend) -> N
 
     passed = scripted_step(backend, {"two": 2, "four": 4}, rollout_bytes=16 * 2**20)()
     assert passed.rollout_bytes >= 16 * 2**20
-    assert passed.counted_bytes < passed.rollout_bytes / 64
+    forwards_facts = isinstance(backend, ProcessBackend)  # Ray's ranks fetch them from each other
+    assert passed.counted_bytes < passed.rollout_bytes / (16 if forwards_facts else 64)
     if not isinstance(backend, InlineBackend):
         assert passed.counted_bytes > 2**10, "the count counts"
         assert passed.socket_bytes < passed.rollout_bytes / 16

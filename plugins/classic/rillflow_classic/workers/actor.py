@@ -177,13 +177,17 @@ class Actor:
     def poll(self, budget_s: float) -> ActorReport:
         """Step environments and send fragments for a while, or until the trainer stops all workers.
 
-        While the sample stream is full, an environment waits at the end of its fragment.
+        Each environment has at least one turn, also with a budget of 0. While the sample stream is full, an
+        environment waits at the end of its fragment.
         """
         assert self._sink is not None and self._parameters is not None, "the actor has no streams"
         self._begin()
         deadline = time.monotonic() + budget_s
-        while not self._parameters.is_stopped and (left := deadline - time.monotonic()) > 0:
+        while not self._parameters.is_stopped:
             stepped = [self._turn(lane, self._sink, self._parameters) for lane in self._ring]
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
             if not any(stepped):
                 self._wait(min(left, PAUSE_S))
         return self.report()

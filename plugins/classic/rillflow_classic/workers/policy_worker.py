@@ -64,13 +64,21 @@ class PolicyWorker:
     def poll(self, budget_s: float) -> PolicyReport:
         """Answer requests for a while, or until the trainer stops all workers."""
         deadline = time.monotonic() + budget_s
-        while not self._is_stopped and (left := deadline - time.monotonic()) > 0:
-            if not self.answer():
-                began = time.perf_counter()
-                for server in self._servers.values():
-                    server.wait(min(left, PAUSE_S) / len(self._servers))
-                self._idle_s += time.perf_counter() - began
+        while not self._is_stopped:
+            answered = self.answer()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if not answered:
+                self.wait(min(left, PAUSE_S))
         return self.report()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a request has come, at most this long."""
+        began = time.perf_counter()
+        for server in self._servers.values():
+            server.wait(seconds / len(self._servers))
+        self._idle_s += time.perf_counter() - began
 
     def answer(self) -> int:
         """Answer all requests that have arrived; return the number of observations."""
