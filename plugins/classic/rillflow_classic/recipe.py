@@ -178,15 +178,12 @@ class LoadedClassicRecipe:
     def _look(self, report: Report) -> None:
         """Make one environment and the learners, and report their problems."""
         from rillflow_classic.build import Parts
-        from rillflow_classic.environments.make import make_environment
 
         try:
             parts = Parts.of(self)
-            environment = make_environment(parts.environment, 1, seed=parts.seed)
-            spaces = {"observations": environment.observation_space, "actions": environment.action_space}
+            spaces = {"observations": parts.observation_space, "actions": parts.action_space}
             report.say("environment", [f"{name}: {space}" for name, space in spaces.items()])
-            parts.learners(environment)
-            environment.close()
+            parts.learners()
         except RillflowError as error:
             report.problems.append(error)
 

@@ -40,17 +40,17 @@ from rillflow.runs.progress import Progress
 from rillflow.runs.reader import RankSpan, SpanRecord, best_checkpoint, read_evaluations, read_metrics
 from rillflow.runs.run_directory import RunDirectory, set_aside
 from rillflow.runs.summary import Summary, summarise
-from rillflow_classic.build import Parts, open_system
+from rillflow_classic.build import EnvironmentStatistics, Parts, open_system
 from rillflow_classic.environments.make import make_environment, make_video_environment
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.evaluation import GreedyPlayer, judged_episodes, num_slots, play
 from rillflow_classic.operators.context import OperatorWork, PlanContext
-from rillflow_classic.system import CallSystem
 from rillflow_classic.video import record_video
 
 if TYPE_CHECKING:
     from rillflow.graph.graph import Graph
     from rillflow.runs.trackers.process import Trackers
+    from rillflow_classic.algorithm import System
     from rillflow_classic.recipe import LoadedClassicRecipe
 
 MAY_CHANGE = (
@@ -137,8 +137,9 @@ def _train(
         with ExitStack() as stack:
             if loaded.recipe.run.threads:
                 torch.set_num_threads(loaded.recipe.run.threads)
-            system = open_system(Parts.of(loaded), stack)
-            ClassicLoop(loaded, run, progress, asked, system, stack).run(checkpoint)
+            parts = Parts.of(loaded)
+            system = open_system(parts, stack)
+            ClassicLoop(loaded, parts, run, progress, asked, system).run(checkpoint)
     except RillflowError as error:
         error.is_underway = True
         raise
@@ -150,25 +151,27 @@ class ClassicLoop:
 
     Args:
         loaded: the recipe.
+        parts: what workers are made from.
         run: the open run directory.
         progress: the display for the user.
         asked: tells whether the user wants to stop.
         system: the workers.
-        stack: ends what the loop starts.
     """
 
     def __init__(
         self,
         loaded: LoadedClassicRecipe,
+        parts: Parts,
         run: RunDirectory,
         progress: Progress,
         asked: Interruption,
-        system: CallSystem,
-        stack: ExitStack,
+        system: System,
     ) -> None:
         self._loaded, self._recipe, self._run_directory = loaded, loaded.recipe, run
-        self._progress, self._asked, self._system, self._stack = progress, asked, system, stack
-        self._parts = Parts.of(loaded)
+        self._progress, self._asked, self._system, self._parts = progress, asked, system, parts
+        settings = parts.environment
+        is_normalised = settings.normalise_observations or settings.normalise_rewards
+        self._statistics = EnvironmentStatistics(system) if is_normalised else None
         self._name, self._steps = loaded.algorithm.name, self._recipe.steps
         self._evaluated = {record.step for record in read_evaluations(run.path)}
 
@@ -181,6 +184,9 @@ class ClassicLoop:
         system, step = self._system, 0
         for name, learner in system.learners.items():
             system.kept.keep(name, lambda learner=learner: learner)  # type: ignore[misc]
+        if self._statistics is not None:
+            statistics = self._statistics
+            system.kept.keep("environments", lambda: statistics)
         if checkpoint is not None:
             system.kept.read(checkpoint)
             step = checkpoint.step
@@ -203,7 +209,7 @@ class ClassicLoop:
         items = plan.run(context)
         while step < last:
             began_s, elapsed_s = time.perf_counter(), self._run_directory.elapsed_s()
-            metrics, step = next(items), step + 1
+            metrics, step = {**next(items), **context.take_metrics()}, step + 1
             took_s = time.perf_counter() - began_s
             self._run_directory.log_metrics(step, self._name, metrics)
             for span in spans_of(context.take_work(), step, began_s, took_s, elapsed_s):
@@ -274,6 +280,8 @@ class ClassicLoop:
             environment = make_video_environment(settings, seed=seed)
         else:
             environment = make_environment(settings, slots, seed=seed)
+        if self._statistics is not None:
+            environment.restore(self._statistics.newest(), frozen=True)
         policies = {name: learner.policy for name, learner in self._system.learners.items()}
         try:
             yield GreedyPlayer(environment, policies, self._parts.routes, seed), environment

@@ -145,6 +145,15 @@ class Actor:
             policy.seed(_seed(seed, self.index, -1 - place))
         self._is_reset = True
 
+    def environment_states(self) -> list[dict[str, Array]]:
+        """Return the running statistics of every environment of the ring."""
+        return [dict(lane.environment.state()) for lane in self._ring]
+
+    def restore_environments(self, states: Sequence[Sequence[Mapping[str, Array]]]) -> None:
+        """Restore what ``environment_states`` of all actors returned."""
+        for lane, state in zip(self._ring, states[self.index], strict=True):
+            lane.environment.restore(state)
+
     def load(self, version: int, weights: Weights, policy: str = "policy") -> None:
         """Load weights into a policy."""
         self.policies[policy].load(version, weights)
