@@ -50,7 +50,7 @@ class System(Protocol):
 
     @property
     def kept(self) -> CheckpointedObjects:
-        """Objects with a state that a resumed run needs; a plan takes its replay buffers from ``kept.keep``."""
+        """Objects with a state that a resumed run needs; a plan takes its buffers from ``kept.keep``."""
 
     def rollouts(self, mode: str, *, num_async: int = 1) -> Any:
         """Return a LocalIterator of fragments from the actors.
