@@ -50,7 +50,9 @@ def test_the_error_of_an_exception_says_where() -> None:
     environment = made(arguments={"fault": "raises", "at": 1})
     with pytest.raises(EnvironmentFailure) as failure:
         environment.step(np.zeros(3, np.int64))
-    line = FAULTY.read_text().splitlines().index('                    raise ZeroDivisionError("no such move")')
+    line = (
+        FAULTY.read_text().splitlines().index('                    raise ZeroDivisionError("no such move")')
+    )
     assert f"faulty.py, line {line + 1}" in failure.value.why
 
 
@@ -101,12 +103,26 @@ def test_continuous_actions_are_clipped_or_refused(provider: str) -> None:
         ({"id": f"{FAULTY.parent}/absent.py:Class"}, "absent.py cannot be loaded"),
         ({"provider": "envpool"}, "EnvPool has environments of its own only"),
         ({"arguments": {"lenght": 3}}, "unexpected keyword argument 'lenght'"),
-        ({"id": "CartPole-v1", "arguments": {"speed": 3}}, "EnvPool cannot make 'CartPole-v1' with .*'speed': 3"),
-        ({"id": "CartPole-v1", "provider": "gymnasium", "arguments": {"speed": 3}}, "cannot be made.*'speed'"),
-        ({"id": f"{FAULTY}:Team", "arguments": {"spaces": "different"}}, "agents 'a' and 'c' of Team have diff"),
-        ({"id": "MultiAgentCartPole-v0"}, "each environment has 4 agents.*use a multiple of 4, such as 4"),
-        ({"id": "Blackjack-v1", "provider": "gymnasium"}, "observations are Tuple.*an observation is one array"),
-        ({"id": "FrozenLake-v1", "frame_stack": 3}, "environment.frame_stack is set, and observations are Disc"),
+        (
+            {"id": "CartPole-v1", "arguments": {"speed": 3}},
+            "EnvPool cannot make 'CartPole-v1' with .*'speed': 3",
+        ),
+        (
+            {"id": "CartPole-v1", "provider": "gymnasium", "arguments": {"speed": 3}},
+            "cannot be made.*'speed'",
+        ),
+        (
+            {"id": f"{FAULTY}:Team", "arguments": {"spaces": "different"}},
+            "agents 'a' and 'c' of Team have diff",
+        ),
+        (
+            {"id": "Blackjack-v1", "provider": "gymnasium"},
+            "observations are Tuple.*an observation is one array",
+        ),
+        (
+            {"id": "FrozenLake-v1", "frame_stack": 3},
+            "environment.frame_stack is set, and observations are Disc",
+        ),
     ],
 )
 def test_bad_settings_are_refused_at_the_start(settings: dict[str, Any], words: str) -> None:
@@ -115,7 +131,7 @@ def test_bad_settings_are_refused_at_the_start(settings: dict[str, Any], words: 
 
 
 def test_no_slots_are_refused() -> None:
-    with pytest.raises(ConfigError, match="an actor has 0 slots"):
+    with pytest.raises(ConfigError, match="an actor has 0 environments"):
         made(slots=0)
 
 

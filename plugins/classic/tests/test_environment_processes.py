@@ -44,7 +44,7 @@ def rows(environment: VectorEnvironment, steps: int, highest: int = 2) -> list[A
 
 
 @pytest.mark.parametrize(
-    ("id", "slots"), [("CartPole-v1", 5), ("Pendulum-v1", 2), ("MultiAgentCartPole-v0", 8)]
+    ("id", "slots"), [("CartPole-v1", 5), ("Pendulum-v1", 2), ("MultiAgentCartPole-v0", 2)]
 )
 def test_processes_give_the_bits_of_inline(id: str, slots: int) -> None:
     settings = {"id": id, "provider": "auto" if "Multi" in id else "gymnasium", "time_limit": 30}
@@ -59,7 +59,9 @@ def test_processes_give_the_bits_of_inline(id: str, slots: int) -> None:
             environment.close()
         assert np.array_equal(*found)
         return
-    one, other = (rows(make_environment(config(run=run, **settings), slots), 80) for run in ("inline", "processes"))
+    one, other = (
+        rows(make_environment(config(run=run, **settings), slots), 80) for run in ("inline", "processes")
+    )
     assert all(np.array_equal(first, second) for first, second in zip(one, other, strict=True))
 
 
@@ -107,7 +109,9 @@ def test_a_process_that_dies_in_its_reset_is_replaced() -> None:
 
 def test_the_error_of_a_child_is_the_error_of_the_run() -> None:
     environment = make_environment(config(COUNTER, arguments={"fault": "raises"}), 4)
-    with pytest.raises(EnvironmentFailure, match="Counter.step of slot [02] raised ZeroDivisionError: no such"):
+    with pytest.raises(
+        EnvironmentFailure, match="Counter.step of slot [02] raised ZeroDivisionError: no such"
+    ):
         for _ in range(3):
             environment.step(np.zeros(4, np.int64))
     environment.close()
