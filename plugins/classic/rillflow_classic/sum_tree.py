@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-FAN = 32
+FAN = 16
 """Children of a node: few levels, and a node's children fill a few cache lines."""
 
 Floats = NDArray[np.float64]
