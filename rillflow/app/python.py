@@ -11,13 +11,14 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.app.facts import Given
 from rillflow.app.launch import launch
-from rillflow.app.recipe import LoadedRecipe, leaves, load_recipe
+from rillflow.app.recipe import KIND, LoadedRecipe, RecipeSource, leaves, load_recipe, open_recipe
 from rillflow.app.run import Run
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import CallbackError, ConfigError, Interrupted, RewardError
@@ -26,6 +27,7 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.remote import is_url
 from rillflow.rewards.source import shipped
 from rillflow.runs.error_lines import innermost_line
+from rillflow.runs.summary import Summary
 from rillflow.tasks.files import ENDINGS, GIVEN, Rows
 from rillflow.tasks.huggingface import HUB, relative_source
 
@@ -84,6 +86,8 @@ def train(
     """
     over, rows = dict(settings or {}), None if isinstance(prompts, str | Path) else prompts
     base = Path() if isinstance(recipe, Mapping) else Path(recipe).parent
+    if KIND in RecipeSource.of(recipe, ()).data:
+        _refuse(recipe, {"prompts": prompts, "reward": reward, "algorithms": algorithms})
     if prompts is not None:
         over["task.source"] = GIVEN if rows is not None else _relative(str(prompts), base)
     named, functions = _rewards(reward, base)
@@ -91,21 +95,36 @@ def train(
     _require_callable(callbacks)
     if dir is not None:
         over["run.dir"] = str(dir)
-    loaded = load_recipe(recipe, over, algorithms)
-    if rows is not None and not _holds_out(loaded, recipe):
-        over |= {"task.held_out": 0, "task.held_out_source": None}
-        loaded = load_recipe(recipe, over, algorithms)
+    opened = open_recipe(recipe, over, algorithms)
     asked = Interruption()
-    run = Run(Path(str(loaded.recipe.run.dir)), asked)
+    run = Run(opened.directory, asked)
+    told = _Callbacks(callbacks, run)
+    if isinstance(opened, LoadedRecipe):
+        given = Given(rows=rows, reward=functions)
+        if rows is not None and not _holds_out(opened, recipe):
+            opened = load_recipe(
+                recipe, {**over, "task.held_out": 0, "task.held_out_source": None}, algorithms
+            )
+        start: Callable[..., Summary] = partial(launch, opened.recipe, opened.base, given=given)
+    else:
+        start = opened.run
     try:
-        given, told = Given(rows=rows, reward=functions), _Callbacks(callbacks, run)
-        launch(
-            loaded.recipe, loaded.base, fresh=fresh, quiet=quiet, given=given, told=told, interruption=asked
-        )
+        start(fresh=fresh, quiet=quiet, told=told, interruption=asked)
     except Interrupted:
         if not run.is_stopped:
             raise
     return run
+
+
+def _refuse(recipe: object, given: Mapping[str, object]) -> None:
+    """Refuse arguments about a language model for a recipe of another kind."""
+    name = next((name for name, value in given.items() if value is not None and value != ()), "")
+    if name:
+        raise ConfigError(
+            f"{name} is given for {'a recipe' if isinstance(recipe, Mapping) else recipe} with a {KIND}",
+            why="it is for recipes of language models",
+            fix="leave it out",
+        )
 
 
 def _require_callable(callbacks: Sequence[object]) -> None:

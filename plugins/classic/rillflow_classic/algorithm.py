@@ -14,6 +14,7 @@ import gymnasium
 
 from rillflow.config.schema import Section
 from rillflow.records.metrics import Metrics
+from rillflow_classic.checkpointed import CheckpointedObjects
 from rillflow_classic.fragment import Fragment
 from rillflow_classic.policy import Learner
 
@@ -32,6 +33,8 @@ class LearnerInputs:
     """Settings of the algorithm."""
     seed: int
     """Seed of its first weights and of its random numbers."""
+    policy: str = "policy"
+    """Name of the policy."""
 
 
 class System(Protocol):
@@ -41,6 +44,8 @@ class System(Protocol):
     """Learner of every policy, by name."""
     learner: Learner
     """The learner, if there is one policy."""
+    kept: CheckpointedObjects
+    """Objects with a state that a resumed run needs; a plan takes its replay buffers from ``kept.keep``."""
 
     def rollouts(self, mode: str, *, num_async: int = 1) -> Any:
         """Return a LocalIterator of fragments from the actors.
@@ -53,6 +58,13 @@ class System(Protocol):
 
     def publish(self, learner: Learner | None = None) -> None:
         """Send a learner's weights to the actors, or to the policy workers that act for them."""
+
+    def reset(self, seed: int) -> None:
+        """Begin new episodes in every environment, with the newest weights, and drop unfinished fragments.
+
+        The run calls it between two plans: at the start, and after every checkpoint. With the same seed,
+        weights and kept objects, the same steps follow, so a resumed run is equal to an uninterrupted one.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
