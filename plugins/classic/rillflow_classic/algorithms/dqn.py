@@ -22,7 +22,7 @@ from rillflow_classic.config import AlgorithmSettings
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.build import ActorCritic, build_network
 from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, tensors_of
-from rillflow_classic.operators.steps import rollout_metrics
+from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.policy import Acted, Weights
 from rillflow_classic.replay import Transitions
 
@@ -123,7 +123,7 @@ def plan(system: System, settings: QConfig) -> Iterator[Metrics]:
 
     def store(fragment: Fragment) -> Metrics:
         buffer.add(fragment)
-        return rollout_metrics(fragment)
+        return fragment_metrics(fragment, learner.version)
 
     def train(metrics: Metrics) -> Metrics:
         trained = learner.train(buffer)
