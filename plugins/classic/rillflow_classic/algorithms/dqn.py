@@ -32,6 +32,9 @@ class QConfig(OffPolicyConfig):
 
     double: bool = Field(True, description="Whether the trained network chooses the action of the target.")
     dueling: bool = Field(False, description="Whether Q is a value plus an advantage of each action.")
+    huber: float = Field(
+        1.0, gt=0, description="Error above which the loss is linear; a large one makes it squared."
+    )
     target_every: int = Field(250, ge=1, description="Updates between copies to the target network.")
     epsilon_first: float = Field(1.0, ge=0, le=1, description="Share of random actions before any update.")
     epsilon_last: float = Field(0.05, ge=0, le=1, description="Share of random actions at last.")
@@ -97,7 +100,8 @@ class DQNLearner(OffPolicyLearner[ActorCritic]):
             best = following.gather(1, judge.argmax(1, keepdim=True))[:, 0]
             targets = data.returns + data.discounts * best
         self.errors = (chosen.detach() - targets).numpy()
-        losses = data.weights * functional.huber_loss(chosen, targets, reduction="none")
+        delta = self._settings.huber
+        losses = data.weights * functional.huber_loss(chosen, targets, reduction="none", delta=delta)
         return losses.mean(), {"policy/q/mean": mean_of(chosen.detach())}
 
     def follow(self) -> None:
