@@ -25,6 +25,7 @@ from rillflow.runs.uniform_rewards import IN_A_ROW, streaks
 
 HEADLINE = {
     "reward/score/mean": "reward",
+    "episode/return/mean": "return",
     "supervised/nll/mean": "nll",
     "supervised/accuracy/mean": "token accuracy",
     "policy/loss/mean": "loss",

@@ -66,6 +66,24 @@ def end_once(watchdog: subprocess.Popen[bytes], is_left: Callable[[], bool]) -> 
     threading.Thread(target=wait, name="end of the cluster", daemon=True).start()
 
 
+def end_with(driver: int) -> None:
+    """End this process, a child of the driver, as soon as the driver has ended."""
+
+    def wait() -> None:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        poller.poll()
+        os._exit(1)
+
+    try:
+        descriptor = os.pidfd_open(driver)
+    except ProcessLookupError:
+        os._exit(1)
+    if os.getppid() != driver:  # it ended before, and another process may have its number
+        os._exit(1)
+    threading.Thread(target=wait, name="end with the driver", daemon=True).start()
+
+
 def _main(driver: int, folder: str) -> None:
     is_told = False
     while os.getppid() == driver:

@@ -25,7 +25,7 @@ from rillflow.runs import layout
 from rillflow.runs.json_lines import read_json
 from rillflow_classic.algorithm import ClassicAlgorithm
 from rillflow_classic.algorithms.registry import algorithm_of
-from rillflow_classic.config import ActorsConfig, ClassicRunConfig, EpisodesConfig
+from rillflow_classic.config import ActorsConfig, AlgorithmSettings, ClassicRunConfig, EpisodesConfig
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.networks.config import NetworkConfig
 
@@ -59,9 +59,10 @@ class ClassicRecipe(Section):
     run: ClassicRunConfig = ClassicRunConfig()
 
     @property
-    def settings(self) -> Any:
-        """Settings of the algorithm."""
-        return cast(Any, self).algorithm
+    def steps(self) -> int:
+        """Steps of the run."""
+        found: int = cast(Any, self).algorithm.steps
+        return found
 
     @property
     def routes(self) -> dict[str, str] | None:
@@ -104,6 +105,13 @@ class LoadedClassicRecipe:
         return cls(recipe=recipe, algorithm=algorithm, path=path, given=given)
 
     @property
+    def settings(self) -> Section:
+        """Settings of the algorithm, as its own class; an actor in another process receives them."""
+        given = cast(Any, self.recipe).algorithm.model_dump()
+        own = self.algorithm.config
+        return own.model_validate({name: given[name] for name in own.model_fields})
+
+    @property
     def base(self) -> Path:
         """Folder of the file; paths in the recipe are relative to it."""
         return self.path.parent
@@ -127,7 +135,7 @@ class LoadedClassicRecipe:
     def is_finished(self) -> bool:
         """See PluginRecipe."""
         mark = self.directory / layout.FINISHED
-        return mark.is_file() and bool(read_json(mark)["steps"] == self.recipe.settings.steps)
+        return mark.is_file() and bool(read_json(mark)["steps"] == self.recipe.steps)
 
     def run(
         self,
@@ -146,14 +154,14 @@ class LoadedClassicRecipe:
     def check(self, *, every_setting: bool = False, runs_code: bool = True) -> Report:
         """See PluginRecipe; it makes one environment, unless ``runs_code`` is False."""
         report = Report()
-        workers, settings = self.recipe.workers, self.recipe.settings
+        workers = self.recipe.workers
         each = workers.actors * workers.ring * workers.slots * workers.steps
         report.say(
             "batch",
             [
                 f"{workers.actors} actors x {workers.ring} environment groups x {workers.slots} environments "
                 f"x {workers.steps} steps = {each:,} environment steps in one fragment of every actor",
-                f"{settings.steps:,} steps of {settings.name}",
+                f"{self.recipe.steps:,} steps of {self.algorithm.name}",
             ],
         )
         if runs_code:
@@ -168,14 +176,14 @@ class LoadedClassicRecipe:
         return [drawn(self)]
 
     def _look(self, report: Report) -> None:
-        from rillflow_classic.build import inputs_of
+        """Make one environment and the learners, and report their problems."""
+        from rillflow_classic.build import Parts
 
         try:
-            inputs = inputs_of(self, "")
-            report.say(
-                "environment", [f"observations {inputs.observation_space}", f"actions {inputs.action_space}"]
-            )
-            self.algorithm.learner(inputs)
+            parts = Parts.of(self)
+            spaces = {"observations": parts.observation_space, "actions": parts.action_space}
+            report.say("environment", [f"{name}: {space}" for name, space in spaces.items()])
+            parts.learners()
         except RillflowError as error:
             report.problems.append(error)
 
@@ -193,7 +201,9 @@ class LoadedClassicRecipe:
 
 def recipe_class(algorithm: ClassicAlgorithm) -> type[ClassicRecipe]:
     """Return the recipe's class with the settings of an algorithm."""
-    fields: Any = {"algorithm": (algorithm.config, ...)}
+    own = algorithm.config
+    settings = create_model(own.__name__, __base__=(AlgorithmSettings, own), __doc__=own.__doc__)
+    fields: Any = {"algorithm": (settings, ...)}
     made: type[ClassicRecipe] = create_model("ClassicRecipe", __base__=ClassicRecipe, **fields)
     return made
 

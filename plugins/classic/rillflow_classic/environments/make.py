@@ -1,0 +1,168 @@
+"""Make the environments of a recipe.
+
+config ─> catalog: who has the id ─> choose: inline or processes ─> slots ─> wrappers ─> VectorEnvironment
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from rillflow.errors import ConfigError
+from rillflow_classic.environments.catalog import ATARI, CatalogEntry, find, has_twin, make_lane
+from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.envpool_adapter import EnvPoolEnvironment
+from rillflow_classic.environments.inline import InlineEnvironment
+from rillflow_classic.environments.lanes import Lane, Rows
+from rillflow_classic.environments.processes import ProcessEnvironment, num_cores
+from rillflow_classic.environments.vector import VectorEnvironment
+from rillflow_classic.environments.wrappers import FrameStack, ObservationScale, RewardClip, RewardScale
+
+ROUND_TRIP_S = 100e-6
+"""Time that child processes add to a step of all slots, in seconds; see benchmarks/classic/sampling.py."""
+ATARI_FRAMES = 4
+"""Observations in each one for Atari."""
+_BUDGET_S, _MOST_STEPS, _GAIN = 0.1, 500, 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentChoice:
+    """Who provides an environment, and where its slots run."""
+
+    config: EnvironmentSettings
+    """The settings with provider and run chosen; environments made from them measure nothing again."""
+    step_time_s: float | None = None
+    """Measured time of a step of one environment; None if it was not measured."""
+    reason: str
+    """Sentence for the run's report."""
+
+
+def choose(config: EnvironmentSettings, num_slots: int, *, cores: int | None = None) -> EnvironmentChoice:
+    """Choose the provider, and inline or processes by the measured time of a step.
+
+    Inline, a step of N slots takes N t. In P processes it takes ceil(N / P) t and a round trip. Processes are
+    chosen if they save a tenth.
+
+    Args:
+        config: settings of the environment.
+        num_slots: slots of one actor.
+        cores: cores that one actor may use; None: all of this process.
+
+    Raises:
+        ConfigError: see ``make_environment``.
+    """
+    entry = find(config)
+    cores = cores or num_cores()
+    if entry.provider == "envpool":
+        chosen = config.model_copy(update={"provider": "envpool"})
+        return EnvironmentChoice(config=chosen, reason=f"EnvPool has {entry.name!r} and threads of its own")
+    chosen = config.model_copy(update={"provider": entry.provider})
+    if config.run != "auto":
+        return EnvironmentChoice(config=chosen, reason=f"environment.run is {config.run!r}")
+    lane = make_lane(config, entry)
+    num_lanes = max(1, num_slots // len(lane.agents))
+    step_s = measured_step_s(lane)
+    count = min(config.processes or cores, cores, num_lanes)
+    inline_s, processes_s = num_lanes * step_s, math.ceil(num_lanes / count) * step_s + ROUND_TRIP_S
+    run = "processes" if count > 1 and processes_s < _GAIN * inline_s else "inline"
+    return EnvironmentChoice(
+        config=chosen.model_copy(update={"run": run}),
+        step_time_s=step_s,
+        reason=f"{run}: a step of one environment takes {step_s * 1e6:.0f} us, so {num_lanes} take about "
+        f"{inline_s * 1e6:.0f} us inline and {processes_s * 1e6:.0f} us in {count} processes",
+    )
+
+
+def measured_step_s(lane: Lane) -> float:
+    """Return the mean time of a step with random actions, resets included; close the environment."""
+    width = len(lane.agents)
+    rows = Rows.zeros(lane.observation_space, width)
+    lane.action_space.seed(0)
+    lane.begin(0, rows)
+    actions = [[lane.action_space.sample() for _ in range(width)] for _ in range(16)]
+    lane.step(actions[0], rows)
+    start, steps = time.perf_counter(), 0
+    while steps < _MOST_STEPS and (steps < 1 or time.perf_counter() - start < _BUDGET_S):
+        lane.step(actions[steps % len(actions)], rows)
+        steps += 1
+    elapsed = time.perf_counter() - start
+    lane.close()
+    return elapsed / steps
+
+
+def make_environment(config: EnvironmentSettings, num_slots: int, *, seed: int = 0) -> VectorEnvironment:
+    """Make environments with ``num_slots`` slots, and begin their episodes.
+
+    Args:
+        config: settings of the environment.
+        num_slots: number of slots: environments, or agents of all environments together.
+        seed: seed of the first episodes; ``reset`` begins others.
+
+    Raises:
+        ConfigError: the id, the arguments or the number of slots cannot be used.
+        EnvironmentFailure: the first reset failed.
+    """
+    if num_slots < 1:
+        raise ConfigError(
+            f"an actor has {num_slots} slots", why="it needs an environment", fix="set at least 1"
+        )
+    config = choose(config, num_slots).config
+    entry = find(config)
+    if entry.provider == "envpool":
+        environment: VectorEnvironment = EnvPoolEnvironment(entry.name, config, num_slots)
+    else:
+        environment = _of_lanes(config, entry, num_slots)
+    environment = _wrapped(environment, config, entry)
+    environment.reset(seed)
+    return environment
+
+
+def make_video_environment(config: EnvironmentSettings, *, seed: int = 0) -> VectorEnvironment:
+    """Make one environment that renders frames, with the same observations and actions.
+
+    EnvPool renders Atari itself; for its other ids, Gymnasium's environment of the same id is taken. An id
+    that only EnvPool has shows no frames.
+    """
+    entry = find(config)
+    if entry.provider == "envpool" and not has_twin(entry.name):
+        environment: VectorEnvironment = EnvPoolEnvironment(entry.name, config, 1, show=True)
+    else:
+        config = config.model_copy(
+            update={"provider": "gymnasium" if entry.provider == "envpool" else entry.provider}
+        )
+        entry = find(config)
+        environment = InlineEnvironment([make_lane(config, entry, show=True)], clip=config.clip_actions)
+    environment = _wrapped(environment, config, entry)
+    environment.reset(seed)
+    return environment
+
+
+def _of_lanes(config: EnvironmentSettings, entry: CatalogEntry, num_slots: int) -> VectorEnvironment:
+    first = make_lane(config, entry)
+    width = len(first.agents)
+    if num_slots % width:
+        raise ConfigError(
+            f"an actor has {num_slots} slots of {config.id!r}",
+            why=f"each environment has {width} agents, and a slot is one agent",
+            fix=f"use a multiple of {width}, such as {-(-num_slots // width) * width}",
+        )
+    if config.run == "processes":
+        first.close()
+        return ProcessEnvironment(config, entry, first, num_slots // width)
+    lanes = [first, *(make_lane(config, entry, slot) for slot in range(width, num_slots, width))]
+    return InlineEnvironment(lanes, clip=config.clip_actions)
+
+
+def _wrapped(
+    environment: VectorEnvironment, config: EnvironmentSettings, entry: CatalogEntry
+) -> VectorEnvironment:
+    if config.normalise_rewards:
+        environment = RewardScale(environment, config.reward_discount)
+    if config.clip_rewards:
+        environment = RewardClip(environment)
+    if config.normalise_observations:
+        environment = ObservationScale(environment)
+    is_stacked = isinstance(environment, EnvPoolEnvironment) and environment.stacks
+    frames = config.frame_stack or (ATARI_FRAMES if entry.name.startswith(ATARI) else 1)
+    return FrameStack(environment, frames) if frames > 1 and not is_stacked else environment
