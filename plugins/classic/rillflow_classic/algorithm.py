@@ -6,7 +6,7 @@ recipe ─> settings ─┬─ learner(LearnerInputs) ─> Learner         one f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,7 +85,7 @@ class ClassicAlgorithm:
     """Its settings."""
     learner: Callable[[LearnerInputs], Learner]
     """Makes the learner of one policy."""
-    plan: Callable[[Any, Any], Iterator[Metrics]]
+    plan: Callable[[Any, Any], Iterable[Metrics]]
     """``plan(system, settings)``: the dataflow; each item ends a step of the run."""
 
 

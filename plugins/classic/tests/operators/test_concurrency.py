@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from rillflow.errors import GraphError
+from rillflow.graph.drawing import as_json, as_mermaid, as_text
+from rillflow.workers.backend import Pool
+from rillflow.workers.inline import InlineBackend
 from rillflow_classic.operators.context import NotReady
 from rillflow_classic.operators.iterators import (
     AT_ONCE,
@@ -22,11 +27,6 @@ from rillflow_classic.operators.iterators import (
     queue,
 )
 from rillflow_classic.worker_set import WorkerSet
-
-from rillflow.errors import GraphError
-from rillflow.graph.drawing import as_json, as_mermaid, as_text
-from rillflow.workers.backend import Pool
-from rillflow.workers.inline import InlineBackend
 
 RELEASED = threading.Event()
 

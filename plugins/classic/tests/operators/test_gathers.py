@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rillflow_classic.operators.context import NotReady, Operator, PlanContext
-from rillflow_classic.operators.iterators import concurrently, from_workers, queue
-from rillflow_classic.worker_set import WorkerSet
 
 from rillflow.errors import ClusterError, GraphError
 from rillflow.workers.backend import Backend, Place, Pool, RankCall, RankLost, Replacement, Site
 from rillflow.workers.collectives import SingleRank
+from rillflow_classic.operators.context import NotReady, Operator, PlanContext
+from rillflow_classic.operators.iterators import concurrently, from_workers, queue
+from rillflow_classic.worker_set import WorkerSet
 
 
 class ChosenOrder(Backend):
