@@ -99,7 +99,7 @@ class Team:
         terminated = {agent: self.steps == limits[agent] and agent != "b" for agent in agents}
         truncated = {agent: self.steps == limits[agent] and agent == "b" for agent in agents}
         self.agents = [agent for agent in agents if self.steps < limits[agent]]
-        return self._seen(agents), {agent: 1.0 for agent in agents}, terminated, truncated, {}
+        return self._seen(agents), dict.fromkeys(agents, 1.0), terminated, truncated, {}
 
     def _seen(self, agents: list[str]) -> Any:
         return {agent: np.array(["abc".index(agent), self.steps], np.float32) for agent in agents}

@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
+from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -166,7 +168,8 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, slot: int = 0, *
     arguments = dict(config.arguments)
     try:
         if entry.make is None:
-            return GymnasiumLane(_registered(config, entry.name, arguments, show=show), entry.name, slot)
+            made = _registered(config, entry.name, arguments, show=show)
+            return GymnasiumLane(made, entry.name, slot, shows=show)
         if show and "render_mode" in inspect.signature(entry.make).parameters:
             arguments.setdefault("render_mode", "rgb_array")
         made = entry.make(**arguments)
@@ -185,10 +188,10 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, slot: int = 0, *
             fix="correct environment.arguments or the class",
         ) from error
     if entry.provider == "parallel":
-        return ParallelLane(made, entry.name, slot, config.time_limit)
+        return ParallelLane(made, entry.name, slot, time_limit=config.time_limit, shows=show)
     if config.time_limit is not None:
         made = gymnasium.wrappers.TimeLimit(made, config.time_limit)
-    return GymnasiumLane(made, entry.name, slot)
+    return GymnasiumLane(made, entry.name, slot, shows=show)
 
 
 def _registered(
@@ -196,6 +199,8 @@ def _registered(
 ) -> gymnasium.Env[Any, Any]:
     if show:
         arguments["render_mode"] = "rgb_array"
+        if "DISPLAY" not in os.environ and find_library("EGL"):
+            os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it on import; its default needs a screen
     if not name.startswith(ATARI):
         return gymnasium.make(
             name, max_episode_steps=config.time_limit, disable_env_checker=True, **arguments

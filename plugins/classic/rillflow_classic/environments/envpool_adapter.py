@@ -161,7 +161,7 @@ def _spec(name: str, arguments: Mapping[str, Any]) -> Any:
 
     try:
         return envpool.make_spec(name, **arguments)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+    except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
         raise ConfigError(
             f"EnvPool cannot make {name!r} with {dict(arguments)}",
             why=str(error).splitlines()[0] if str(error) else repr(error),

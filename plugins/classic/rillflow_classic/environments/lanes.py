@@ -99,6 +99,11 @@ class _Checked:
                 fix="correct the environment; a fault in one step ends the run",
             ) from error
 
+    def frame(self, render: Callable[[], Any]) -> Array | None:
+        """Return what ``render`` draws, None for anything but an image."""
+        image = np.asarray(self.call(render))
+        return image.astype(np.uint8) if image.ndim == 3 and image.dtype.kind in "uif" else None
+
     def observation(self, value: Any, space: Space, method: str) -> Array:
         """Return an observation as an array of the space's shape, or raise EnvironmentFailure."""
         array = np.asarray(value)
@@ -149,11 +154,15 @@ class GymnasiumLane:
         environment: the environment, with its time limit.
         name: its id, for errors.
         slot: its slot, for errors.
+        shows: whether it renders frames.
     """
 
     agents: Sequence[str] = ("",)
 
-    def __init__(self, environment: gymnasium.Env[Any, Any], name: str, slot: int = 0) -> None:
+    def __init__(
+        self, environment: gymnasium.Env[Any, Any], name: str, slot: int = 0, *, shows: bool = False
+    ) -> None:
+        self._shows = shows
         self._environment, self._checked = environment, _Checked(name, slot)
         self.observation_space = array_space(environment.observation_space, name)
         self.action_space: Space = environment.action_space
@@ -183,10 +192,7 @@ class GymnasiumLane:
 
     def render(self) -> Array | None:
         """Return a frame; see ``Lane.render``."""
-        if self._environment.render_mode != "rgb_array":
-            return None
-        frame = self._checked.call(self._environment.render)
-        return None if frame is None else np.asarray(frame, np.uint8)
+        return self._checked.frame(self._environment.render) if self._shows else None
 
     def close(self) -> None:
         """End the environment."""
@@ -202,12 +208,22 @@ class ParallelLane:
         name: its id, for errors.
         slot: its first slot, for errors.
         time_limit: steps after which all agents are truncated.
+        shows: whether it renders frames.
 
     Raises:
         ConfigError: agents have different spaces.
     """
 
-    def __init__(self, environment: Any, name: str, slot: int = 0, time_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        environment: Any,
+        name: str,
+        slot: int = 0,
+        *,
+        time_limit: int | None = None,
+        shows: bool = False,
+    ) -> None:
+        self._shows = shows
         self._environment, self._checked = environment, _Checked(name, slot)
         self.agents: Sequence[str] = tuple(map(str, environment.possible_agents))
         self._keys = tuple(environment.possible_agents)
@@ -275,8 +291,7 @@ class ParallelLane:
 
     def render(self) -> Array | None:
         """Return a frame; see ``Lane.render``."""
-        frame = self._checked.call(self._environment.render)
-        return None if frame is None else np.asarray(frame, np.uint8)
+        return self._checked.frame(self._environment.render) if self._shows else None
 
     def close(self) -> None:
         """End the environment."""

@@ -5,6 +5,7 @@ config ─> catalog: who has the id ─> choose: inline or processes ─> slots 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from rillflow_classic.environments.envpool_adapter import EnvPoolEnvironment
 from rillflow_classic.environments.inline import InlineEnvironment
 from rillflow_classic.environments.lanes import Lane, Rows
 from rillflow_classic.environments.processes import ProcessEnvironment, num_cores
-from rillflow_classic.environments.vector import VectorEnvironment
+from rillflow_classic.environments.vector import EnvironmentFailure, VectorEnvironment
 from rillflow_classic.environments.wrappers import FrameStack, ObservationScale, RewardClip, RewardScale
+
+_log = logging.getLogger(__name__)
 
 ROUND_TRIP_S = 100e-6
 """Time that child processes add to a step of all slots, in seconds; see benchmarks/classic/sampling.py."""
@@ -38,15 +41,17 @@ class EnvironmentChoice:
     """Sentence for the run's report."""
 
 
-def choose(config: EnvironmentSettings, num_slots: int, *, cores: int | None = None) -> EnvironmentChoice:
+def choose(
+    config: EnvironmentSettings, num_environments: int, *, cores: int | None = None
+) -> EnvironmentChoice:
     """Choose the provider, and inline or processes by the measured time of a step.
 
-    Inline, a step of N slots takes N t. In P processes it takes ceil(N / P) t and a round trip. Processes are
-    chosen if they save a tenth.
+    Inline, a step of N environments takes N t. In P processes it takes ceil(N / P) t and a round trip.
+    Processes are chosen if they save a tenth.
 
     Args:
         config: settings of the environment.
-        num_slots: slots of one actor.
+        num_environments: number of environments of one actor.
         cores: cores that one actor may use; None: all of this process.
 
     Raises:
@@ -60,17 +65,20 @@ def choose(config: EnvironmentSettings, num_slots: int, *, cores: int | None = N
     chosen = config.model_copy(update={"provider": entry.provider})
     if config.run != "auto":
         return EnvironmentChoice(config=chosen, reason=f"environment.run is {config.run!r}")
-    lane = make_lane(config, entry)
-    num_lanes = max(1, num_slots // len(lane.agents))
-    step_s = measured_step_s(lane)
-    count = min(config.processes or cores, cores, num_lanes)
-    inline_s, processes_s = num_lanes * step_s, math.ceil(num_lanes / count) * step_s + ROUND_TRIP_S
-    run = "processes" if count > 1 and processes_s < _GAIN * inline_s else "inline"
+    count = min(config.processes or cores, cores, num_environments)
+    if count < 2:
+        chosen = chosen.model_copy(update={"run": "inline"})
+        return EnvironmentChoice(config=chosen, reason="inline: there is one core, or one environment")
+    step_s = measured_step_s(make_lane(config, entry))
+    inline_s = num_environments * step_s
+    processes_s = math.ceil(num_environments / count) * step_s + ROUND_TRIP_S
+    run = "processes" if processes_s < _GAIN * inline_s else "inline"
     return EnvironmentChoice(
         config=chosen.model_copy(update={"run": run}),
         step_time_s=step_s,
-        reason=f"{run}: a step of one environment takes {step_s * 1e6:.0f} us, so {num_lanes} take about "
-        f"{inline_s * 1e6:.0f} us inline and {processes_s * 1e6:.0f} us in {count} processes",
+        reason=f"{run}: a step of one environment takes {step_s * 1e6:.0f} us, and a step of all "
+        f"{num_environments} takes about {inline_s * 1e6:.0f} us inline or {processes_s * 1e6:.0f} us in "
+        f"{count} processes",
     )
 
 
@@ -91,28 +99,37 @@ def measured_step_s(lane: Lane) -> float:
     return elapsed / steps
 
 
-def make_environment(config: EnvironmentSettings, num_slots: int, *, seed: int = 0) -> VectorEnvironment:
-    """Make environments with ``num_slots`` slots, and begin their episodes.
+def make_environment(
+    config: EnvironmentSettings, num_environments: int, *, seed: int = 0
+) -> VectorEnvironment:
+    """Make ``num_environments`` environments that step together, and begin their episodes.
 
     Args:
         config: settings of the environment.
-        num_slots: number of slots: environments, or agents of all environments together.
+        num_environments: number of environments; each has one slot, or one for each of its agents.
         seed: seed of the first episodes; ``reset`` begins others.
 
     Raises:
-        ConfigError: the id, the arguments or the number of slots cannot be used.
+        ConfigError: the id, the arguments or the number cannot be used.
         EnvironmentFailure: the first reset failed.
     """
-    if num_slots < 1:
+    if num_environments < 1:
         raise ConfigError(
-            f"an actor has {num_slots} slots", why="it needs an environment", fix="set at least 1"
+            f"an actor has {num_environments} environments", why="it steps at least one", fix="set at least 1"
         )
-    config = choose(config, num_slots).config
+    config = choose(config, num_environments).config
     entry = find(config)
     if entry.provider == "envpool":
-        environment: VectorEnvironment = EnvPoolEnvironment(entry.name, config, num_slots)
+        environment: VectorEnvironment = EnvPoolEnvironment(entry.name, config, num_environments)
+    elif config.run == "processes":
+        probe = make_lane(config, entry)
+        probe.close()
+        environment = ProcessEnvironment(config, entry, probe, num_environments)
     else:
-        environment = _of_lanes(config, entry, num_slots)
+        first = make_lane(config, entry)
+        width = len(first.agents)
+        lanes = [first, *(make_lane(config, entry, index * width) for index in range(1, num_environments))]
+        environment = InlineEnvironment(lanes, clip=config.clip_actions)
     environment = _wrapped(environment, config, entry)
     environment.reset(seed)
     return environment
@@ -121,37 +138,29 @@ def make_environment(config: EnvironmentSettings, num_slots: int, *, seed: int =
 def make_video_environment(config: EnvironmentSettings, *, seed: int = 0) -> VectorEnvironment:
     """Make one environment that renders frames, with the same observations and actions.
 
-    EnvPool renders Atari itself; for its other ids, Gymnasium's environment of the same id is taken. An id
-    that only EnvPool has shows no frames.
+    EnvPool renders Atari itself; for its other ids, Gymnasium's environment of the same id is taken. Where
+    frames cannot be drawn, the environment renders None and a warning says why.
     """
-    entry = find(config)
-    if entry.provider == "envpool" and not has_twin(entry.name):
-        environment: VectorEnvironment = EnvPoolEnvironment(entry.name, config, 1, show=True)
-    else:
-        config = config.model_copy(
-            update={"provider": "gymnasium" if entry.provider == "envpool" else entry.provider}
-        )
-        entry = find(config)
-        environment = InlineEnvironment([make_lane(config, entry, show=True)], clip=config.clip_actions)
-    environment = _wrapped(environment, config, entry)
-    environment.reset(seed)
+    try:
+        environment = _showing(config)
+        environment.reset(seed)
+        environment.render(0)
+        environment.reset(seed)
+    except (ConfigError, EnvironmentFailure) as error:
+        _log.warning("%s shows no frames: %s", config.id, error.what)
+        return make_environment(config.model_copy(update={"run": "inline"}), 1, seed=seed)
     return environment
 
 
-def _of_lanes(config: EnvironmentSettings, entry: CatalogEntry, num_slots: int) -> VectorEnvironment:
-    first = make_lane(config, entry)
-    width = len(first.agents)
-    if num_slots % width:
-        raise ConfigError(
-            f"an actor has {num_slots} slots of {config.id!r}",
-            why=f"each environment has {width} agents, and a slot is one agent",
-            fix=f"use a multiple of {width}, such as {-(-num_slots // width) * width}",
-        )
-    if config.run == "processes":
-        first.close()
-        return ProcessEnvironment(config, entry, first, num_slots // width)
-    lanes = [first, *(make_lane(config, entry, slot) for slot in range(width, num_slots, width))]
-    return InlineEnvironment(lanes, clip=config.clip_actions)
+def _showing(config: EnvironmentSettings) -> VectorEnvironment:
+    entry = find(config)
+    if entry.provider == "envpool" and not has_twin(entry.name):
+        return _wrapped(EnvPoolEnvironment(entry.name, config, 1, show=True), config, entry)
+    provider = "gymnasium" if entry.provider == "envpool" else entry.provider
+    config = config.model_copy(update={"provider": provider})
+    entry = find(config)
+    lane = make_lane(config, entry, show=True)
+    return _wrapped(InlineEnvironment([lane], clip=config.clip_actions), config, entry)
 
 
 def _wrapped(
