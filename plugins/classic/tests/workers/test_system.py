@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -15,8 +17,9 @@ import pytest
 
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Metrics, Sum
-from rillflow.workers.backend import Backend, Pool
+from rillflow.workers.backend import Backend, Pool, Site
 from rillflow.workers.inline import InlineBackend
+from rillflow.workers.processes import ProcessBackend
 from rillflow_classic.fragment import Fragment
 from rillflow_classic.streams.memory import MemoryTransport
 from rillflow_classic.streams.stream import StreamSpec, Transport
@@ -192,21 +195,41 @@ def test_fragments_come_as_they_are_made(backend: Backend, style: str) -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("victim", ["actors", "policies"])
-def test_a_killed_worker_stops_no_other(backend: Backend, victim: str) -> None:
-    assert isinstance(backend, InlineBackend)
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Backend]:
+    made = ProcessBackend()
+    made.open([Pool(name="actors", size=2, world=1), Pool(name="policies", size=2, world=1)])
+    yield made
+    made.close()
+
+
+def process_id(site: Site, pool: str) -> int:
+    del site, pool
+    return os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("style", "victim"), [("policy", "actors"), ("policy", "policies"), ("actor", "actors")]
+)
+def test_a_killed_worker_stops_no_other(processes: Backend, style: str, victim: str) -> None:
     learner = AddingLearner()
     transport = MemoryTransport(stream_spec(2), is_shared=True)
-    system = streamed("policy", backend, transport, learner)
+    system = streamed(style, processes, transport, learner)
+    killed = WorkerSet.submit(system._polled[victim == "policies"].workers, 0, process_id).read()
+    numbers: dict[tuple[int, int], list[int]] = {}
     seen: list[int] = []
-    for number, fragment in enumerate(islice(system.rollouts("async"), 60)):
+    began = time.monotonic()
+    for number, fragment in enumerate(system.rollouts("async")):
         seen.append(fragment.actor)
         if number == 10:
-            from rillflow.workers.backend import Place
-
-            backend.kill(Place(victim, 0))
+            os.kill(killed, signal.SIGKILL)
         learner.update(fragment)
         system.publish()
-    assert set(seen[-20:]) == {0, 1}, "the replacement works too"
+        is_back = system._polled[victim == "policies"].lost == 1 and len(system._polled[0].alive) == 2
+        if number > 30 and is_back and set(seen[-10:]) == {0, 1}:
+            break
+        assert time.monotonic() - began < 120
+    del numbers
+    assert system._polled[victim == "policies"].lost == 1
     system.close()
     transport.close()
