@@ -87,6 +87,8 @@ class ClassicAlgorithm:
     """Makes the learner of one policy."""
     plan: Callable[[Any, Any], Iterable[Metrics]]
     """``plan(system, settings)``: the dataflow; each item ends a step of the run."""
+    calls_actors: bool = False
+    """Whether the plan calls the actors itself, beside ``System.rollouts``; it then needs a CallSystem."""
 
 
 OneFragment = Mapping[str, Fragment]

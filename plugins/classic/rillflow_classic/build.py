@@ -36,7 +36,7 @@ from rillflow_classic.streams.memory import MemoryTransport
 from rillflow_classic.streams.stream import StreamSpec, Transport
 from rillflow_classic.system import CallSystem, StreamSystem
 from rillflow_classic.worker_set import WorkerSet
-from rillflow_classic.workers.actor import Actor
+from rillflow_classic.workers.actor import Actor, routed
 from rillflow_classic.workers.policy_worker import PolicyWorker
 from rillflow_classic.workers.recording import spec_of
 
@@ -87,6 +87,8 @@ class Parts:
         settings = located(recipe.environment, loaded.base)
         environment = make_environment(settings, 1, seed=recipe.run.seed)
         try:
+            for agent in environment.agents if recipe.routes else ():
+                routed(agent, recipe.routes or {})
             spaces = environment.observation_space, environment.action_space
         finally:
             environment.close()

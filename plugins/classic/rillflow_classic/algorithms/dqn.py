@@ -96,7 +96,11 @@ class DQNLearner(OffPolicyLearner[ActorCritic]):
         chosen = q_values(self.network, data.observations, dueling).gather(1, data.actions[:, None])[:, 0]
         with torch.no_grad():
             following = q_values(self.target, data.next_observations, dueling)
-            judge = q_values(self.network, data.next_observations, dueling) if self._settings.double else following
+            judge = (
+                q_values(self.network, data.next_observations, dueling)
+                if self._settings.double
+                else following
+            )
             best = following.gather(1, judge.argmax(1, keepdim=True))[:, 0]
             targets = data.returns + data.discounts * best
         self.errors = (chosen.detach() - targets).numpy()
