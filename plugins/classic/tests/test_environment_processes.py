@@ -109,9 +109,7 @@ def test_a_process_that_dies_in_its_reset_is_replaced() -> None:
 
 def test_the_error_of_a_child_is_the_error_of_the_run() -> None:
     environment = make_environment(config(COUNTER, arguments={"fault": "raises"}), 4)
-    with pytest.raises(
-        EnvironmentFailure, match="Counter.step of slot [02] failed: ZeroDivisionError"
-    ):
+    with pytest.raises(EnvironmentFailure, match="Counter.step of slot [02] failed: ZeroDivisionError"):
         for _ in range(3):
             environment.step(np.zeros(4, np.int64))
     environment.close()

@@ -11,12 +11,14 @@ cost a third of a step of 8 CartPoles.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
 from rillflow_classic.environments.config import EnvironmentSettings
@@ -80,7 +82,8 @@ class EnvPoolEnvironment(Slots):
         )
         self._check = ActionCheck(self.action_space, num_slots, clip=config.clip_actions)
         self._is_real = np.issubdtype(self._dtype, np.floating)
-        self._totals, self._cut = EpisodeTotals(num_slots), np.zeros(num_slots, bool)
+        self._totals, self._steps_left = EpisodeTotals(num_slots), self._limit
+        self._cut: NDArray[np.bool_] | None = None
         self._every = np.arange(num_slots, dtype=np.int32)
         self._pool: Any = None
 
@@ -91,7 +94,7 @@ class EnvPoolEnvironment(Slots):
         self._order = [next(i for i, key in enumerate(keys) if key.split(":")[0] == name) for name in _FIELDS]
         self._action_dtype = self._pool._spec._action_spec[-1][0]
         self._totals.clear()
-        self._cut[:] = False
+        self._cut, self._steps_left = None, self._limit
         self._pool._reset(self._every)
         observations: Array = self._received()[0]
         return observations
@@ -99,27 +102,33 @@ class EnvPoolEnvironment(Slots):
     def step(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.step``."""
         actions = self._check(actions).astype(self._action_dtype, order="C", copy=False)
-        if self._cut.any():
-            observations, rewards, done, truncated = self._stepped_in_parts(actions)
-        else:
+        if self._cut is None:
             self._pool._send([self._every, self._every, actions])
             observations, rewards, done, truncated = self._received()
-        if self._is_real and not np.isfinite(np.add.reduce(observations, axis=None)):
+        else:
+            observations, rewards, done, truncated = self._stepped_in_parts(actions, self._cut)
+        if self._is_real and not math.isfinite(np.add.reduce(observations, axis=None)):
             check_finite(observations, "observation")
-        terminated = done & ~truncated
-        self._cut = (self._totals.lengths + 1 >= self._limit) & ~done
-        truncated = truncated | (self._totals.lengths + 1 >= self._limit)
+        terminated, self._cut = done & ~truncated, None
+        self._steps_left -= 1
+        if self._steps_left <= 0:  # only now can a slot have reached the limit
+            lengths = self._totals.lengths + 1
+            late = lengths >= self._limit
+            cut, truncated = late & ~done, truncated | late
+            self._cut = cut if cut.any() else None
+            self._steps_left = self._limit - int(lengths[~late].max(initial=0))
+        episodes = self._totals.add(rewards, done | truncated)
         return Stepped(
             observations=observations,
             rewards=rewards,
             terminated=terminated,
             truncated=truncated,
-            episodes=self._totals.add(rewards, done | truncated),
+            episodes=episodes,
         )
 
-    def _stepped_in_parts(self, actions: Array) -> list[Any]:
+    def _stepped_in_parts(self, actions: Array, cut: NDArray[np.bool_]) -> list[Any]:
         """Reset the slots that this adapter has cut, and step the others."""
-        ids, others = self._every[self._cut], self._every[~self._cut]
+        ids, others = self._every[cut], self._every[~cut]
         self._pool._reset(ids)
         parts = [(ids, self._received())]
         if len(others):

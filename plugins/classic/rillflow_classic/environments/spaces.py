@@ -74,7 +74,7 @@ class ActionCheck:
         if self._clip:
             actions = np.clip(actions, self._low, self._high)
         inside = (actions >= self._low) & (actions <= self._high)
-        if not inside.all():
+        if np.count_nonzero(inside) < inside.size:
             slot = int(np.argwhere(~inside)[0][0])
             raise EnvironmentFailure(
                 f"the action of slot {slot} is {actions[slot]}",

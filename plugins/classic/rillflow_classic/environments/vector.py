@@ -137,7 +137,7 @@ class EpisodeTotals:
         self.lengths += 1
         if not math.isfinite(np.add.reduce(self._rewards)):
             check_finite(rewards, "reward")
-        if not ended.any():
+        if not np.count_nonzero(ended):  # a tenth of the time of any()
             return ()
         slots = ended.nonzero()[0].tolist()
         episodes = tuple(
