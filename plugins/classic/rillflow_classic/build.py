@@ -33,6 +33,7 @@ from rillflow_classic.fragment import Array
 from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.policy import ActorPolicy, Learner
 from rillflow_classic.streams.memory import MemoryTransport
+from rillflow_classic.streams.sockets import SocketTransport
 from rillflow_classic.streams.stream import StreamSpec, Transport
 from rillflow_classic.system import CallSystem, StreamSystem
 from rillflow_classic.worker_set import WorkerSet
@@ -168,7 +169,12 @@ def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
     backend.open(pools)
     if workers.transport == "calls":
         return CallSystem(WorkerSet(backend, ACTORS, partial(make_actor, parts, None)), learners)
-    transport = MemoryTransport(_stream_spec(parts, learners), is_shared=workers.place != "inline")
+    spec = _stream_spec(parts, learners)
+    transport: Transport
+    if workers.transport == "tcp":
+        transport = SocketTransport(spec, host=workers.host)
+    else:
+        transport = MemoryTransport(spec, is_shared=workers.place != "inline")
     stack.callback(transport.close)
     actors = WorkerSet(backend, ACTORS, partial(make_actor, parts, transport))
     policy_workers = server = None

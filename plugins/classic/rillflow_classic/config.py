@@ -36,6 +36,11 @@ class ActorsConfig(Section):
     transport: Literal["calls", "shared_memory", "tcp"] = Field(
         "calls", description="How fragments travel: as results of calls, or through streams."
     )
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description='Address of this machine for the workers, for transport = "tcp".',
+    )
     batch: int = Field(
         1, gt=0, description="Fragments of a batch, for plans that take fragments of a stream as they come."
     )

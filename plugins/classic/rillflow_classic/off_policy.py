@@ -72,7 +72,7 @@ class OffPolicyLearner(ABC, Generic[N]):
         """Network that makes the targets."""
         self.policy = policy
         """See Learner."""
-        self.version = 0
+        self.version = self.policy.version = 0
         """See Learner."""
         self.errors: Array = np.zeros(0, np.float32)
         """[B] error of each transition of the last update, for its priority."""
