@@ -87,6 +87,8 @@ class ClassicAlgorithm:
     """Makes the learner of one policy."""
     plan: Callable[[Any, Any], Iterable[Metrics]]
     """``plan(system, settings)``: the dataflow; each item ends a step of the run."""
+    sums_gradients: bool = False
+    """Whether the learner sums its gradients over trainer ranks (``data_parallel.RankLearner``)."""
     calls_actors: bool = False
     """Whether the plan calls the actors itself, beside ``System.rollouts``; it then needs a CallSystem."""
 

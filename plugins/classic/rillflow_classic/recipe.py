@@ -226,6 +226,19 @@ def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Itera
                 why=f"it is not a regular expression: {error}",
                 fix="write for example 'agent_[02]'",
             )
+    if workers.trainers > 1 and not (algorithm.sums_gradients and len(recipe.policies) < 2):
+        yield ConfigError(
+            f"workers.trainers is {workers.trainers} and algorithm.name is {shown(algorithm.name)}",
+            why="several trainers need one policy whose learner sums its gradients over ranks: PPO or A2C",
+            fix="set workers.trainers = 1",
+        )
+    if workers.trainers > 1 and (workers.place == "inline" or workers.inference == "trainer"):
+        yield ConfigError(
+            f"workers.trainers is {workers.trainers} and workers.place is {shown(workers.place)}, "
+            f"workers.inference {shown(workers.inference)}",
+            why="trainer ranks are processes of their own, and this process acts for none of them",
+            fix='set workers.place = "process" and workers.inference = "actor"',
+        )
     if workers.inference != "actor" and workers.transport == "calls":
         yield ConfigError(
             f"workers.inference is {shown(workers.inference)} and workers.transport is 'calls'",
