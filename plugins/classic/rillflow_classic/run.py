@@ -167,7 +167,7 @@ class ClassicLoop:
         run: RunDirectory,
         progress: Progress,
         asked: Interruption,
-        system: System,
+        system: System | PopulationSystem,
     ) -> None:
         self._loaded, self._recipe, self._run_directory = loaded, loaded.recipe, run
         self._progress, self._asked, self._system, self._parts = progress, asked, system, parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -12,6 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
+import rillflow
+from rillflow.cli.main import main
+from rillflow.config.load import read_toml
+from rillflow.errors import ConfigError
+from rillflow.runs import layout
+from rillflow.runs.json_lines import read_lines
 from rillflow_classic.recipe import LoadedClassicRecipe
 from rillflow_classic.workers.population import (
     Exchange,
@@ -21,14 +28,6 @@ from rillflow_classic.workers.population import (
     explored,
     open_population,
 )
-from safetensors.numpy import load_file
-
-import rillflow
-from rillflow.cli.main import main
-from rillflow.config.load import read_toml
-from rillflow.errors import ConfigError
-from rillflow.runs import layout
-from rillflow.runs.json_lines import read_lines
 
 TOML = """
 kind = "classic"
