@@ -45,6 +45,7 @@ from rillflow_classic.workers.recording import spec_of
 if TYPE_CHECKING:
     from rillflow_classic.algorithm import System
     from rillflow_classic.recipe import LoadedClassicRecipe
+    from rillflow_classic.workers.population import PopulationSystem
 
 ACTORS, POLICIES, TRAINERS = "actors", "policies", "trainers"
 """Pools of the actors, the policy workers and the trainer's ranks."""
@@ -241,7 +242,7 @@ class EnvironmentStatistics:
         system: its actors have the environments.
     """
 
-    def __init__(self, system: System) -> None:
+    def __init__(self, system: System | PopulationSystem) -> None:
         self._system = system
 
     def newest(self) -> Mapping[str, Array]:
