@@ -109,15 +109,17 @@ class EnvPoolEnvironment(Slots):
             observations, rewards, done, truncated = self._stepped_in_parts(actions, self._cut)
         if self._is_real and not math.isfinite(np.add.reduce(observations, axis=None)):
             check_finite(observations, "observation")
-        terminated, self._cut = done & ~truncated, None
+        ended, terminated, self._cut = done, done, None
+        if np.count_nonzero(truncated):
+            terminated = done & ~truncated
         self._steps_left -= 1
         if self._steps_left <= 0:  # only now can a slot have reached the limit
             lengths = self._totals.lengths + 1
             late = lengths >= self._limit
-            cut, truncated = late & ~done, truncated | late
+            cut, truncated, ended = late & ~done, truncated | late, done | late
             self._cut = cut if cut.any() else None
             self._steps_left = self._limit - int(lengths[~late].max(initial=0))
-        episodes = self._totals.add(rewards, done | truncated)
+        episodes = self._totals.add(rewards, ended)
         return Stepped(
             observations=observations,
             rewards=rewards,
@@ -143,8 +145,9 @@ class EnvPoolEnvironment(Slots):
 
     def _received(self) -> list[Any]:
         arrays = self._pool._recv()
-        observations, rewards, done, truncated = (arrays[index] for index in self._order)
-        return [observations.astype(self._dtype, copy=False), rewards, done, truncated]
+        observation, reward, done, truncated = self._order
+        observations = arrays[observation].astype(self._dtype, copy=False)
+        return [observations, arrays[reward], arrays[done], arrays[truncated]]
 
     def render(self, slot: int) -> Array | None:
         """Return a frame of a slot if ``show`` is set and the id is one of Atari; None otherwise."""

@@ -115,39 +115,41 @@ class EpisodeTotals:
     """Return and length of the present episode of every slot."""
 
     def __init__(self, num_slots: int) -> None:
-        self._rewards = np.zeros(num_slots)
-        self.lengths = np.zeros(num_slots, np.int64)
+        self._rewards, self._starts, self._steps = np.zeros(num_slots), np.zeros(num_slots, np.int64), 0
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
         """[N] steps of the present episode; -1 before a reset."""
+        return self._steps - self._starts
 
     def clear(self) -> None:
         """Forget all episodes."""
-        self._rewards[:], self.lengths[:] = 0.0, 0
+        self._rewards[:], self._starts[:] = 0.0, self._steps
 
-    def drop(self, slots: slice) -> None:
-        """Forget the episodes of slots whose results were lost."""
-        self._rewards[slots], self.lengths[slots] = 0.0, -1
+    def drop(self, slots: slice | NDArray[np.int64]) -> None:
+        """Forget episodes; their slots reset in the step after the next ``add``."""
+        self._rewards[slots], self._starts[slots] = 0.0, self._steps + 1
 
-    def add(self, rewards: NDArray[np.float32], ended: Array) -> Sequence[FinishedEpisode]:
+    def add(self, rewards: NDArray[np.float32], ended: NDArray[np.bool_]) -> Sequence[FinishedEpisode]:
         """Add one step; return the episodes that ended in it.
 
         Raises:
             EnvironmentFailure: a reward is NaN or infinite.
         """
         self._rewards += rewards
-        self.lengths += 1
-        if not math.isfinite(np.add.reduce(self._rewards)):
+        self._steps += 1
+        if not math.isfinite(self._rewards.dot(self._rewards)):
             check_finite(rewards, "reward")
         if not np.count_nonzero(ended):  # a tenth of the time of any()
             return ()
-        slots = ended.nonzero()[0].tolist()
+        slots = ended.nonzero()[0]
+        totals, lengths = self._rewards[slots].tolist(), (self._steps - self._starts[slots]).tolist()
         episodes = tuple(
-            FinishedEpisode(
-                total_reward=float(self._rewards[slot]), length=int(self.lengths[slot]), slot=slot
-            )
-            for slot in slots
-            if self.lengths[slot] > 0
+            FinishedEpisode(total_reward=total, length=length, slot=slot)
+            for slot, total, length in zip(slots.tolist(), totals, lengths, strict=True)
+            if length > 0
         )
-        self._rewards[slots], self.lengths[slots] = 0.0, -1
+        self.drop(slots)
         return episodes
 
 
