@@ -22,8 +22,14 @@ from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.spaces import ActionCheck, array_space
-from rillflow_classic.environments.vector import EpisodeTotals, Slots, Stepped, check_finite
+from rillflow_classic.environments.vector import (
+    ActionCheck,
+    EpisodeTotals,
+    Slots,
+    Stepped,
+    array_space,
+    check_finite,
+)
 from rillflow_classic.fragment import Array
 
 _LONGEST = 2**30
