@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
 from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.lanes import lane_seed
 from rillflow_classic.environments.vector import (
     ActionCheck,
     EpisodeTotals,
@@ -95,7 +96,7 @@ class EnvPoolEnvironment(Slots):
 
     def reset(self, seed: int) -> Array:
         """Make a new pool with the seed, the only way to seed EnvPool, and reset it."""
-        self._pool = self._make(seed=seed % 2**31)
+        self._pool = self._make(seed=lane_seed(seed, 0))  # EnvPool gives slot i this seed plus i
         keys = list(self._pool._state_keys)
         self._order = [next(i for i, key in enumerate(keys) if key.split(":")[0] == name) for name in _FIELDS]
         self._action_dtype = self._pool._spec._action_spec[-1][0]

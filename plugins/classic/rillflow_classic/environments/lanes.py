@@ -97,7 +97,13 @@ class GymnasiumLane(Lane):
     """One ``gymnasium.Env`` with its time limit."""
 
     def __init__(self, environment: gymnasium.Env[Any, Any], name: str, *, shows: bool = False) -> None:
-        spaces = environment.observation_space, environment.action_space
+        actions: Any = environment.action_space
+        if isinstance(actions, gymnasium.spaces.Discrete) and (start := actions.start):
+            actions = gymnasium.spaces.Discrete(int(actions.n))
+            environment = gymnasium.wrappers.TransformAction(
+                environment, lambda action: action + start, actions
+            )
+        spaces = environment.observation_space, actions
         super().__init__(environment, name, ("",), spaces, shows=shows)
         self._is_over = True
 

@@ -203,13 +203,12 @@ class ActionCheck:
         self._high: Any
         if isinstance(space, gymnasium.spaces.Box):
             self._low, self._high, self._kinds, self._clip = space.low, space.high, "fiu", clip
-        elif isinstance(space, gymnasium.spaces.Discrete):
-            self._low, self._high = int(space.start), int(space.start + space.n) - 1
-            self._kinds, self._clip = "iu", False
+        elif isinstance(space, gymnasium.spaces.Discrete) and space.start == 0:
+            self._low, self._high, self._kinds, self._clip = 0, int(space.n) - 1, "iu", False
         else:
             raise ConfigError(
                 f"the environment's actions are {space}",
-                why="a policy writes Discrete or Box actions",
+                why="a policy writes Discrete actions from 0 on, or Box actions",
                 fix="wrap the environment so that its actions are one of these",
             )
 
@@ -227,7 +226,7 @@ class ActionCheck:
             )
         if self._clip:
             actions = np.minimum(np.maximum(actions, self._low), self._high)  # faster than np.clip
-        if self._kinds == "iu" and not self._low:
+        if self._kinds == "iu":
             inside = actions.astype(np.uint64) <= self._high  # a negative number becomes a large one
         else:
             inside = (actions >= self._low) & (actions <= self._high)
