@@ -40,12 +40,17 @@ class LearnerInputs:
 class System(Protocol):
     """What a plan is made of: actors, learners, and the way between them that the recipe chooses."""
 
-    learners: Mapping[str, Learner]
-    """Learner of every policy, by name."""
-    learner: Learner
-    """The learner, if there is one policy."""
-    kept: CheckpointedObjects
-    """Objects with a state that a resumed run needs; a plan takes its replay buffers from ``kept.keep``."""
+    @property
+    def learners(self) -> Mapping[str, Learner]:
+        """Learner of every policy, by name."""
+
+    @property
+    def learner(self) -> Learner:
+        """The learner, if there is one policy."""
+
+    @property
+    def kept(self) -> CheckpointedObjects:
+        """Objects with a state that a resumed run needs; a plan takes its buffers from ``kept.keep``."""
 
     def rollouts(self, mode: str, *, num_async: int = 1) -> Any:
         """Return a LocalIterator of fragments from the actors.
@@ -58,6 +63,9 @@ class System(Protocol):
 
     def publish(self, learner: Learner | None = None) -> None:
         """Send a learner's weights to the actors, or to the policy workers that act for them."""
+
+    def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
+        """Return the result of a method of every actor, between two plans or two fragments."""
 
     def reset(self, seed: int) -> None:
         """Begin new episodes in every environment, with the newest weights, and drop unfinished fragments.
@@ -79,6 +87,8 @@ class ClassicAlgorithm:
     """Makes the learner of one policy."""
     plan: Callable[[Any, Any], Iterable[Metrics]]
     """``plan(system, settings)``: the dataflow; each item ends a step of the run."""
+    calls_actors: bool = False
+    """Whether the plan calls the actors itself, beside ``System.rollouts``; it then needs a CallSystem."""
 
 
 OneFragment = Mapping[str, Fragment]

@@ -36,6 +36,9 @@ class ActorsConfig(Section):
     transport: Literal["calls", "shared_memory", "tcp"] = Field(
         "calls", description="How fragments travel: as results of calls, or through streams."
     )
+    batch: int = Field(
+        1, gt=0, description="Fragments of a batch, for plans that take fragments of a stream as they come."
+    )
     executor: Literal["pull", "static"] = Field(
         "pull", description="What runs the plan: iterators that pull, or a static graph of reactors."
     )

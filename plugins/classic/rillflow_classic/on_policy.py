@@ -92,10 +92,10 @@ class OnPolicyLearner:
             inputs.network, inputs.observation_space, inputs.action_space, inputs.seed
         )
         """The network."""
-        self.policy: ActorPolicy = NetworkPolicy(self.network, inputs.seed)
         self._settings: OnPolicyConfig = inputs.settings
         self._seed = inputs.seed
-        self._flat = _flattened(self.network)
+        self._flat = _flattened(self.network)  # before the policy, which keeps views of the parameters
+        self.policy: ActorPolicy = NetworkPolicy(self.network, inputs.seed)
         self._optimizer = torch.optim.Adam([self._flat], lr=self._settings.lr, eps=1e-5, fused=True)
 
     def update(self, data: Fragment) -> Metrics:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rillflow.workers.backend import Backend, Place, Site
+from rillflow.workers.backend import Backend, Place, Replacement, Site
 
 T = TypeVar("T")
 DEADLINE_S = 600.0
@@ -59,7 +59,7 @@ class WorkerSet(Generic[T]):
     """
 
     def __init__(self, backend: Backend, pool: str, make: Callable[[int], T]) -> None:
-        self._backend = backend
+        self._backend, self._made_by = backend, make
         self.pool = pool
         """Name of its pool."""
         self.size = backend.pools[pool]
@@ -78,6 +78,14 @@ class WorkerSet(Generic[T]):
     def run(self, index: int, work: Callable[[T], Any]) -> WorkerCall:
         """Run ``work(worker)`` at one worker."""
         return self.submit(index, _run, work)
+
+    def replace(self, index: int) -> Replacement:
+        """Start a new process for a lost worker, without its object: see ``make_again``."""
+        return self._backend.replace([Place(self.pool, index)])
+
+    def make_again(self, index: int) -> WorkerCall:
+        """Construct a worker anew on its rank, whose replacement is ready."""
+        return self.submit(index, _make, self._made_by)
 
     def wait_any(self, calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:
         """Wait until one of several calls is ready; return False on timeout."""

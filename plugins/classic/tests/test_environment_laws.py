@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.inline import lane_seed
+from rillflow_classic.environments.lanes import lane_seed
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.fragment import Array
@@ -77,8 +77,9 @@ def test_the_same_seed_gives_the_same_episodes(provider: str) -> None:
 def test_a_slot_resets_at_the_step_after_its_end(provider: str, limit: int | None) -> None:
     """Rewards, flags and episodes agree with each other, whoever steps."""
     settings = PROVIDERS[provider].model_copy(update={"time_limit": limit})
-    rows = played(make_environment(settings, 8), 1, 200)[1:]
-    after_end, lengths, found, told = np.zeros(8, bool), np.zeros(8, int), [], []
+    environment = make_environment(settings, 8)
+    rows, slots = played(environment, 1, 200)[1:], environment.num_slots
+    after_end, lengths, found, told = np.zeros(slots, bool), np.zeros(slots, int), [], []
     for row in rows:
         assert not row["rewards"][after_end].any() and not row["terminated"][after_end].any()
         assert (row["rewards"][~after_end] == 1.0).all()

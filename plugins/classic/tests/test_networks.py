@@ -78,7 +78,7 @@ def test_channels_may_come_last() -> None:
 
 def test_actions_follow_their_probabilities() -> None:
     parameters = torch.log(torch.tensor([0.1, 0.2, 0.7])).expand(20_000, 3)
-    actions, logprobs = CategoricalActions(3).sample(parameters, np.random.default_rng(0))
+    actions, logprobs = CategoricalActions(3).sample(parameters.numpy(), np.random.default_rng(0))
     shares = np.bincount(actions, minlength=3) / len(actions)
     np.testing.assert_allclose(shares, [0.1, 0.2, 0.7], atol=0.02)  # 5 standard errors
     np.testing.assert_allclose(np.exp(logprobs), np.array([0.1, 0.2, 0.7])[actions], rtol=1e-5)
@@ -89,7 +89,9 @@ def test_gaussian_actions_match_torch(greedy: bool) -> None:
     gaussian, parameters = GaussianActions(2), torch.tensor([[1.0, -1.0, 0.5, -0.5]]).expand(20_000, 4)
     reference = torch.distributions.Normal(parameters[:, :2], parameters[:, 2:].exp())
     actions, logprobs = (
-        gaussian.mode(parameters) if greedy else gaussian.sample(parameters, np.random.default_rng(0))
+        gaussian.mode(parameters.numpy())
+        if greedy
+        else gaussian.sample(parameters.numpy(), np.random.default_rng(0))
     )
     expected = reference.log_prob(torch.from_numpy(actions)).sum(1)
     np.testing.assert_allclose(logprobs, expected, atol=1e-4)
@@ -115,6 +117,23 @@ def test_a_seed_repeats_actions_and_greedy_needs_none() -> None:
     policy.seed(5)
     np.testing.assert_array_equal(first, [policy.act(given).actions for _ in range(3)])
     np.testing.assert_array_equal(*(policy.act(given, greedy=True).actions for _ in range(2)))
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_mlp_in_numpy_is_the_mlp_in_torch(activation: str, shared: bool) -> None:
+    config = NetworkConfig(hidden=(32, 16), activation=activation, shared=shared)
+    network = build_network(config, VECTOR, PUSH, seed=0)
+    policy = NetworkPolicy(network)
+    given = np.random.default_rng(0).normal(size=(5, 4))
+    for _ in range(2):
+        acted = policy.act(given, greedy=True)
+        with torch.no_grad():
+            output = network(torch.from_numpy(given))
+            np.testing.assert_allclose(acted.outputs["values"], output.values, atol=1e-5)
+            np.testing.assert_allclose(acted.actions, output.parameters[:, :3], atol=1e-6)
+            for parameter in network.parameters():  # a step of an optimiser reaches the policy
+                parameter.add_(0.1)
 
 
 def test_loaded_weights_act() -> None:

@@ -106,7 +106,7 @@ def _hero(data: RunData, summary: Summary) -> Html:
     title = el("h1", data.path.resolve().name, el("span", status, class_="status"))
     steps = ", ".join(f"{one.name} {one.steps:,}" for one in summary.phases)
     facts = {
-        "task": _text(data.setting("task.source")),
+        "task": _text(data.setting("task.source")) or _text(data.setting("environment.id")),
         "model": _model(data),
         "steps": steps,
         "time": duration(summary.seconds) if summary.seconds else "",
@@ -125,14 +125,13 @@ def _result(summary: Summary) -> Html:
     before, after = summary.before, summary.after
     if before is None:
         return el("p", "Nothing was evaluated.", class_="hint")
-    name = before.name
     if after is None:
         shown = el("p", f"{before.value:.3f}", class_="change")
-        return el("div", el("small", f"Held-out {name}"), shown, _intervals([before]))
+        return el("div", el("small", before.title), shown, _intervals([before]))
     change = el("p", f"{before.value:.3f} ", el("span", "→"), f" {after.value:.3f}", class_="change")
     kind = "good" if after.value > before.value else "bad"
     words = el("p", verdict(before, after), class_=kind)
-    head = el("small", f"Held-out {name} on {after.count:,} problems, before and after")
+    head = el("small", f"{before.title} on {after.rows}, before and after")
     return el("div", head, change, words, _intervals([before, after]))
 
 

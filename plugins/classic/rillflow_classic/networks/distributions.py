@@ -10,10 +10,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rillflow_classic.fragment import Array
 
+Floats = NDArray[np.float32]
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
@@ -23,10 +25,10 @@ class Distribution(Protocol):
     num_parameters: int
     """Number of parameters P."""
 
-    def sample(self, parameters: Tensor, generator: np.random.Generator) -> tuple[Array, Array]:
+    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
         """Return an action of each row, and its log probability [B]."""
 
-    def mode(self, parameters: Tensor) -> tuple[Array, Array]:
+    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
         """Return the most probable action of each row, and its log probability [B]."""
 
     def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,16 +41,14 @@ class CategoricalActions:
     def __init__(self, num_actions: int) -> None:
         self.num_parameters = num_actions
 
-    def sample(self, parameters: Tensor, generator: np.random.Generator) -> tuple[Array, Array]:
-        """See Distribution. argmax(log p - log E), E exponential, is a sample of p (the Gumbel trick)."""
-        logprobs = torch.log_softmax(parameters, dim=-1).numpy()
-        noise = generator.standard_exponential(logprobs.shape, dtype=np.float32)
-        return _picked(logprobs, (logprobs - np.log(noise, out=noise)).argmax(axis=-1))
+    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
+        """See Distribution. argmax(logit - log E), E exponential, is a sample (the Gumbel trick)."""
+        noise = generator.standard_exponential(parameters.shape, dtype=np.float32)
+        return _picked(parameters, (parameters - np.log(noise, out=noise)).argmax(axis=-1))
 
-    def mode(self, parameters: Tensor) -> tuple[Array, Array]:
+    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
         """See Distribution."""
-        logprobs = torch.log_softmax(parameters, dim=-1).numpy()
-        return _picked(logprobs, logprobs.argmax(axis=-1))
+        return _picked(parameters, parameters.argmax(axis=-1))
 
     def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """See Distribution. The entropy is -sum p log p."""
@@ -67,17 +67,17 @@ class GaussianActions:
     def __init__(self, num_dimensions: int) -> None:
         self.num_parameters = 2 * num_dimensions
 
-    def sample(self, parameters: Tensor, generator: np.random.Generator) -> tuple[Array, Array]:
+    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
         """See Distribution."""
-        means, log_deviations = np.split(parameters.numpy(), 2, axis=-1)
+        means, log_deviations = np.split(parameters, 2, axis=-1)
         noise = generator.standard_normal(means.shape, dtype=np.float32)
-        logprobs = (-0.5 * noise * noise - log_deviations - LOG_SQRT_2PI).sum(axis=-1)
+        logprobs = -(0.5 * noise * noise + log_deviations + LOG_SQRT_2PI).sum(axis=-1)
         return means + np.exp(log_deviations) * noise, logprobs
 
-    def mode(self, parameters: Tensor) -> tuple[Array, Array]:
+    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
         """See Distribution."""
-        means, log_deviations = np.split(parameters.numpy(), 2, axis=-1)
-        return means, (-log_deviations - LOG_SQRT_2PI).sum(axis=-1)
+        means, log_deviations = np.split(parameters, 2, axis=-1)
+        return means, -(log_deviations + LOG_SQRT_2PI).sum(axis=-1)
 
     def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """See Distribution. The entropy is the sum of log deviation + log sqrt(2 pi e)."""
@@ -87,5 +87,6 @@ class GaussianActions:
         return -0.5 * (scaled * scaled).sum(dim=-1) - spread, spread + 0.5 * means.shape[-1]
 
 
-def _picked(logprobs: Array, actions: Array) -> tuple[Array, Array]:
-    return actions, logprobs[np.arange(len(actions)), actions]
+def _picked(logits: Floats, actions: Array) -> tuple[Array, Floats]:
+    chosen = logits[np.arange(len(logits)), actions]
+    return actions, chosen - np.logaddexp.reduce(logits, axis=-1)

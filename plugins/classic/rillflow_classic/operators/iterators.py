@@ -25,13 +25,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
 from typing import Any, Self
 
 from rillflow.errors import ClusterError, GraphError
 from rillflow.graph.graph import Graph
 from rillflow_classic.operators import nodes
-from rillflow_classic.operators.context import NotReady, Operator, PlanContext
+from rillflow_classic.operators.context import NotReady, Operator, PlanContext, label_of
 from rillflow_classic.operators.nodes import PlanNode
 from rillflow_classic.operators.shards import Function, Method, Shards, Transform, transformed
 from rillflow_classic.worker_set import DEADLINE_S, WorkerSet, wait_any
@@ -330,16 +329,6 @@ def collect(
         return add
 
     return Operator(label=label, begin=begin)
-
-
-def label_of(function: Callable[..., Any] | Operator) -> str:
-    """Return the name of a function or an operator for drawings and errors."""
-    if isinstance(function, Operator):
-        return function.label
-    if isinstance(function, partial):
-        return label_of(function.func)
-    name = function.__name__ if isinstance(function, FunctionType | type) else type(function).__name__
-    return "function" if name == "<lambda>" else name
 
 
 class _Split:

@@ -7,6 +7,7 @@ A call for the next item is one message; the calls of a worker run in order.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from uuid import uuid4
 
 from rillflow.errors import ClusterError
 from rillflow.workers.backend import RankLost, Site
-from rillflow_classic.operators.context import NotReady, Operator, PlanContext, SourceWorker
+from rillflow_classic.operators.context import NotReady, Operator, PlanContext, SourceWorker, label_of
 from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet
 
 Function = Callable[[Any], Any] | Operator
@@ -145,6 +146,7 @@ def transformed(
     function: Function, is_flat: bool, context: PlanContext, items: Iterator[Any]
 ) -> Iterator[Any]:
     """Apply a function to items; an operator begins here, before the first item is asked for."""
+    label = label_of(function)
     apply = function.begin(context) if isinstance(function, Operator) else function
 
     def results() -> Iterator[Any]:
@@ -152,8 +154,11 @@ def transformed(
             if isinstance(item, NotReady):
                 yield item
                 continue
+            began_s = time.perf_counter()
             while isinstance(result := apply(item), NotReady):
                 yield result
+                began_s = time.perf_counter()
+            context.worked(label, began_s)
             context.moves += 1
             if is_flat:
                 yield from result
