@@ -46,6 +46,13 @@ Weight = int | str
 class _Transforms(ABC):
     """Transforms of both iterators: at the source worker before a gather, in this process after it."""
 
+    node: PlanNode
+    """Its node in the plan's graph."""
+
+    def check(self) -> None:
+        """Refuse a plan that cannot run; see ``nodes.check``. Nothing starts."""
+        nodes.check(self.node)
+
     @abstractmethod
     def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
         """Apply a function; if ``is_flat``, each element of its result is an item."""
@@ -102,10 +109,6 @@ class LocalIterator(_Transforms):
         self.check()
         return _driven(self.start(context), context)
 
-    def check(self) -> None:
-        """Refuse a plan that cannot run; see ``nodes.check``. Nothing starts."""
-        nodes.check(self.node)
-
     def graph(self, name: str) -> Graph:
         """Return the plan as a graph that ``rillflow graph`` draws."""
         return nodes.as_graph(self.node, name)
@@ -155,10 +158,6 @@ class ParallelIterator(_Transforms):
     def __iter__(self) -> Iterator[Any]:
         self.check()
         return iter(())
-
-    def check(self) -> None:
-        """Raise GraphError: it must be gathered."""
-        nodes.check(self.node)
 
     def batch_across_workers(self) -> LocalIterator:
         """Return lists of one item of each worker, in their order.
@@ -435,7 +434,7 @@ def _check_flows(
         raise GraphError(f"the mode is {mode!r}", why="there are two", fix="choose 'round_robin' or 'async'")
     for each in flows:
         if not isinstance(each, LocalIterator):
-            nodes.check(each.node)
+            each.check()
     if not kept or not set(kept) <= set(range(len(flows))):
         raise GraphError(
             f"concurrently has {len(flows)} flows and output_indexes {list(kept)}",
