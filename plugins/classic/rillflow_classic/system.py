@@ -15,6 +15,7 @@ from typing import Any
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from rillflow.workers.backend import RankLost, Replacement
+from rillflow_classic.checkpointed import CheckpointedObjects
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext
 from rillflow_classic.operators.iterators import LocalIterator, from_function
 from rillflow_classic.operators.steps import Rollout, async_rollouts, bulk_sync_rollouts, join
@@ -47,6 +48,7 @@ class CallSystem:
 
     def __init__(self, actors: WorkerSet[Actor], learners: Mapping[str, Learner]) -> None:
         self.actors, self.learners = actors, learners
+        self.kept = CheckpointedObjects()
         self._loads: list[WorkerCall] = []
 
     @property
@@ -73,11 +75,14 @@ class CallSystem:
             if learner is None or learner is each:
                 self._loads += self.actors.call_all("load", each.version, each.weights(), name)
 
+    def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
+        """Return the result of a method of every actor, which runs between two fragments."""
+        return [call.read(DEADLINE_S) for call in self.actors.call_all(method, *arguments)]
+
     def reset(self, seed: int) -> None:
         """Begin new episodes in all actors with random numbers of this seed, with the present weights."""
         self.publish()
-        for call in self.actors.call_all("reset", seed):
-            call.read(DEADLINE_S)
+        self.ask_actors("reset", seed)
 
 
 class PolledWorkers:
@@ -129,14 +134,15 @@ class PolledWorkers:
             except RankLost as error:
                 self._lose(index, error)
 
-    def call_all(self, method: str, *arguments: Any) -> None:
-        """Call a method of every worker that is not lost, and wait."""
-        calls = [self.workers.call(index, method, *arguments) for index in sorted(self.alive)]
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Return the results of a method of every worker that is not lost."""
+        calls, found = [self.workers.call(index, method, *arguments) for index in sorted(self.alive)], []
         for call in calls:
             try:
-                call.read(DEADLINE_S)
+                found.append(call.read(DEADLINE_S))
             except RankLost as error:
                 self._lose(call.worker, error)
+        return found
 
     def _lose(self, index: int, error: RankLost) -> None:
         _log.warning("worker %d of %s is lost, and starts again: %s", index, self.workers.pool, error)
@@ -190,6 +196,7 @@ class StreamSystem:
         budget_s: float = 5.0,
     ) -> None:
         self.transport, self.learners = transport, learners
+        self.kept = CheckpointedObjects()
         self._server = server
         self._actors = PolledWorkers(actors, budget_s)
         self._polled = [self._actors]
@@ -226,11 +233,16 @@ class StreamSystem:
             if (learner is None or learner is each) and name in self.transport.spec.weights:
                 self._writer.publish(name, each.version, each.weights())
 
+    def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
+        """Stop all workers, return the result of a method of every actor, and let the workers go on."""
+        self._stop()
+        found = self._actors.call_all(method, *arguments)
+        self._writer.control(is_stopped=False, limit=self._limit)
+        return found
+
     def reset(self, seed: int) -> None:
         """Stop all workers, drop what is under way, and begin new episodes with this seed."""
-        self._writer.control(is_stopped=True, limit=self._limit)
-        for polled in self._polled:
-            self._read(polled.settle())
+        self._stop()
         self._end_trainer()
         for received in self._source.take(0.0):
             received.release()
@@ -249,10 +261,14 @@ class StreamSystem:
 
     def close(self) -> None:
         """Stop all workers and the thread; the backend ends the processes."""
-        self._writer.control(is_stopped=True)
+        self._stop()
+        self._end_trainer()
+
+    def _stop(self) -> None:
+        """Let all workers end their present calls."""
+        self._writer.control(is_stopped=True, limit=self._limit)
         for polled in self._polled:
             self._read(polled.settle())
-        self._end_trainer()
 
     def _next_batch(self) -> Rollout | NotReady:
         if self._trainer is None:

@@ -89,7 +89,7 @@ class WorkerSet(Generic[T]):
 
     def wait_any(self, calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:
         """Wait until one of several calls is ready; return False on timeout."""
-        return self._backend.wait_for_any([each.reference for each in calls], deadline_s)
+        return wait_any(calls, deadline_s)
 
     @property
     def is_open(self) -> bool:
@@ -117,3 +117,8 @@ def _call(site: Site, name: str, method: str, arguments: tuple[Any, ...]) -> Any
 
 def _run(site: Site, name: str, work: Callable[[Any], Any]) -> Any:
     return work(site.objects[name])
+
+
+def wait_any(calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:
+    """Wait until one of several calls on one backend is ready; return False on timeout."""
+    return calls[0].backend.wait_for_any([each.reference for each in calls], deadline_s)

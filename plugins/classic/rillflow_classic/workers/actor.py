@@ -145,6 +145,15 @@ class Actor:
             policy.seed(_seed(seed, self.index, -1 - place))
         self._is_reset = True
 
+    def environment_states(self) -> list[dict[str, Array]]:
+        """Return the running statistics of every environment of the ring."""
+        return [dict(lane.environment.state()) for lane in self._ring]
+
+    def restore_environments(self, states: Sequence[Sequence[Mapping[str, Array]]]) -> None:
+        """Restore what ``environment_states`` of all actors returned."""
+        for lane, state in zip(self._ring, states[self.index], strict=True):
+            lane.environment.restore(state)
+
     def load(self, version: int, weights: Weights, policy: str = "policy") -> None:
         """Load weights into a policy."""
         self.policies[policy].load(version, weights)
@@ -371,7 +380,7 @@ class _Lane:
             recording.write(acted, version, stepped, group.slots)
             if acted.state is not None:
                 resets = recording.ended(at - 1) if at else group.resets
-                group.state = _restarted(acted.state, group.layout.initial, resets)
+                group.state = restarted(acted.state, group.layout.initial, resets)
             if stepped.episodes:
                 recording.episodes += _episodes_of(stepped, group.slots)
 
@@ -407,7 +416,7 @@ def joined_by_policy(fragments: Sequence[Mapping[str, Fragment]]) -> dict[str, F
     return {name: joined([each[name] for each in fragments]) for name in fragments[0]}
 
 
-def _restarted(state: Array, initial: Array | None, resets: Array) -> Array:
+def restarted(state: Array, initial: Array | None, resets: Array) -> Array:
     """Return the state with the initial one where a row was a reset."""
     if initial is None or not resets.any():
         return state
