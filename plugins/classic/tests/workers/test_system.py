@@ -245,3 +245,23 @@ def test_a_killed_worker_stops_no_other(
     assert hit.lost == 1
     system.close()
     transport.close()
+
+
+def test_a_killed_actor_of_calls_is_left_out_until_the_next_reset(processes: Backend) -> None:
+    learner = AddingLearner()
+    actors: WorkerSet[Actor] = WorkerSet(processes, "actors", partial(make_actor, None, True))
+    system = CallSystem(actors, {"policy": learner})  # type: ignore[dict-item]
+    system.reset(1)
+    widths = []
+    for number, fragment in enumerate(islice(system.rollouts("bulk_sync"), 5)):
+        widths.append(fragment.observations.shape[1])
+        if number == 1:
+            os.kill(actors.submit(0, process_id).read(), signal.SIGKILL)
+        learner.update(fragment)
+        system.publish()
+    assert widths[:2] == [2 * SLOTS, 2 * SLOTS]
+    assert widths[-1] == SLOTS
+    system.reset(2)
+    again = next(iter(system.rollouts("bulk_sync")))
+    assert again.observations.shape[1] == 2 * SLOTS
+    assert (again.versions == learner.version).all()
