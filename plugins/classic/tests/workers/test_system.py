@@ -216,10 +216,22 @@ def process_id(site: Site, pool: str) -> int:
     return os.getpid()
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "tcp"])
 @pytest.mark.parametrize(
-    ("style", "victim", "workers"),
-    [("policy", "actors", 2), ("policy", "policies", 2), ("actor", "actors", 0), ("trainer", "actors", 1)],
+    ("style", "victim", "workers", "kind"),
+    [
+        ("policy", "actors", 2, "shared_memory"),
+        *(
+            pytest.param(*each, kind, marks=pytest.mark.slow)
+            for kind in ("shared_memory", "tcp")
+            for each in (
+                ("policy", "policies", 2),
+                ("actor", "actors", 0),
+                ("trainer", "actors", 1),
+                ("policy", "actors", 2),
+            )
+            if (*each, kind) != ("policy", "actors", 2, "shared_memory")
+        ),
+    ],
 )
 def test_a_killed_worker_stops_no_other(
     processes: Backend, style: str, victim: str, workers: int, kind: str
