@@ -8,31 +8,19 @@ A result's arrays stay where its rank has put them: the driver passes their desc
 the result, and that rank maps them. A rank ends with the driver, also after its kill -9, and its memory with
 the last process that holds it.
 
-Loop of the driver's thread, one for all ranks
-    consumes      packets of ranks, and the ends of their processes
-    waits for     either, with epoll
-    unblocked by  a packet, room in a socket that was full, a process that ends, ``close``
-    produces      results of references; what ranks fetch
-    shuts down    ``close``, after every process has ended; or with the driver
-
-Loop of a replacement's thread: see ``workers.ray``.
+Loop of the driver's thread: see ``workers.local_ranks``; of a replacement's thread: see ``workers.ray``.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -49,10 +37,11 @@ from rillflow.workers.backend import (
     Replacement,
     devices_of,
 )
-from rillflow.workers.liveness import Heartbeats, HeartbeatTarget
+from rillflow.workers.liveness import Heartbeats
+from rillflow.workers.local_ranks import EventLoop, LocalRank, ProcessReference, SentCall
 from rillflow.workers.messages import cannot_travel, heaviest
 from rillflow.workers.nodes import Seating
-from rillflow.workers.parcels import Frame, MemorySegment, Parcel, receive, send
+from rillflow.workers.parcels import Frame, Parcel
 from rillflow.workers.pending import await_replies
 from rillflow.workers.process_rank import HERE, About
 
@@ -66,27 +55,6 @@ _BOOT = (
     "import sys; from rillflow.workers.watchdog import end_with; end_with(int(sys.argv[1])); "
     "from rillflow.workers.process_rank import main; main(int(sys.argv[2]))"
 )
-
-
-class ProcessReference(Future[Parcel]):
-    """One result of a call.
-
-    Args:
-        name: its name in messages.
-    """
-
-    def __init__(self, name: int) -> None:
-        super().__init__()
-        self.name = name
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sent:
-    """A call that has not been answered."""
-
-    results: Sequence[ProcessReference]
-    held: tuple[Any, ...]
-    """References among its arguments, which stay readable until it ends."""
 
 
 class ProcessBackend(Backend):
@@ -113,14 +81,14 @@ class ProcessBackend(Backend):
     ) -> None:
         super().__init__(deadline_s, load_s=load_s)
         self._start_s, self._heartbeat_s = start_s, heartbeat_s
-        self._ranks: dict[Place, _LocalRank] = {}
-        self._replacing: dict[Place, tuple[_LocalRank, threading.Thread]] = {}
+        self._ranks: dict[Place, LocalRank] = {}
+        self._replacing: dict[Place, tuple[LocalRank, threading.Thread]] = {}
         self._references: WeakValueDictionary[int, ProcessReference] = WeakValueDictionary()
         self._names = itertools.count()
         self._accelerators: dict[Place, str] = {}
         self._era = 0
         self._counting = threading.Lock()
-        self._loop: _EventLoop | None = None
+        self._loop: EventLoop | None = None
         self._heartbeats: Heartbeats | None = None
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
@@ -128,7 +96,7 @@ class ProcessBackend(Backend):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.devices = devices_of(pools, device)
         self._assign([place for place in found if self.devices[place.pool] != "cpu"])
-        self._loop = _EventLoop()
+        self._loop = EventLoop()
         if self._heartbeat_s:
             self._heartbeats = Heartbeats(HERE, self._heartbeat_s)
         for place in found:
@@ -152,7 +120,7 @@ class ProcessBackend(Backend):
             )
         self._accelerators = dict(zip(found, there, strict=False))
 
-    def _spawned(self, place: Place) -> _LocalRank:
+    def _spawned(self, place: Place) -> LocalRank:
         """Start the process of a rank."""
         assert self._loop is not None, "the backend is open"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -167,9 +135,9 @@ class ProcessBackend(Backend):
                 env={**os.environ, **told},
                 start_new_session=True,  # Ctrl-C ends the driver, which closes its ranks
             )
-        return _LocalRank(process, ours, self._loop, self)
+        return LocalRank(process, ours, self._loop, self)
 
-    def _join(self, fresh: Mapping[Place, _LocalRank]) -> None:
+    def _join(self, fresh: Mapping[Place, LocalRank]) -> None:
         """Make processes the ranks of their places, and connect the ranks of each world."""
         first = [at for at in fresh if self._worlds[at][0] == at and len(self._worlds[at]) > 1]
         hosting = {
@@ -200,7 +168,7 @@ class ProcessBackend(Backend):
             joining[at] = self._ask(rank, process_rank.join, seating)
         self._asked("joining its world", joining)
 
-    def _ask(self, rank: _LocalRank, work: Callable[..., Any], *arguments: Any) -> ProcessReference:
+    def _ask(self, rank: LocalRank, work: Callable[..., Any], *arguments: Any) -> ProcessReference:
         """Run a function of ``process_rank`` on a process."""
         return self._sent(rank, About.SETUP, Parcel.of((work, arguments)), 1)[0]
 
@@ -225,16 +193,16 @@ class ProcessBackend(Backend):
         return self._sent(self._ranks[place], About.CALL, parcel, results)
 
     def _sent(
-        self, rank: _LocalRank, kind: About, parcel: Parcel, results: int
+        self, rank: LocalRank, kind: About, parcel: Parcel, results: int
     ) -> tuple[ProcessReference, ...]:
         made = tuple(ProcessReference(next(self._names)) for _ in range(results))
         for each in made:
             self._references[each.name] = each
         frame = Frame(kind=kind, numbers=(made[0].name, results, self._era), parcels=(parcel,))
-        rank.submit(frame, _Sent(results=made, held=parcel.references))
+        rank.submit(frame, SentCall(results=made, held=parcel.references))
         return made
 
-    def forward(self, rank: _LocalRank, fetch: int, name: int) -> None:
+    def forward(self, rank: LocalRank, fetch: int, name: int) -> None:
         """Send a rank the value of a reference once it is there."""
 
         def answer(made: Future[Parcel]) -> None:
@@ -309,7 +277,7 @@ class ProcessBackend(Backend):
         thread.start()
         return Replacement(ended, done)
 
-    def _restart(self, fresh: Mapping[Place, _LocalRank], done: Future[None]) -> None:
+    def _restart(self, fresh: Mapping[Place, LocalRank], done: Future[None]) -> None:
         """Make new processes the ranks of their places."""
         found: BaseException | None = None
         try:
@@ -350,184 +318,6 @@ class ProcessBackend(Backend):
         self._loop = None
         for held in (self.pools, self.devices, self._ranks):
             held.clear()
-
-
-class _LocalRank:
-    """The driver's side of one process of a rank.
-
-    Args:
-        process: the process.
-        connection: socket to it.
-        loop: the driver's thread.
-        backend: forwards the references that it fetches, and counts its traffic.
-    """
-
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        connection: socket.socket,
-        loop: _EventLoop,
-        backend: ProcessBackend,
-    ) -> None:
-        self.process, self.connection = process, connection
-        self.target: HeartbeatTarget | None = None
-        """Where its heartbeats go, if it sends any."""
-        self.refused = 0
-        """Number of replies that came after it was lost."""
-        self._loop, self._backend = loop, backend
-        self._lock = threading.Lock()
-        self._unsent = deque[tuple[bytes, list[MemorySegment]]]()
-        self._calls: dict[int, _Sent] = {}
-        self._lost: RankLost | None = None
-        connection.setblocking(False)
-        self._end = os.pidfd_open(process.pid)
-        loop.add(connection.fileno(), select.EPOLLIN, self._handle)
-        loop.add(self._end, select.EPOLLIN, self._ended)
-
-    def submit(self, frame: Frame, sent: _Sent) -> None:
-        """Send a call after those before it."""
-        with self._lock:
-            lost = self._lost
-            if lost is None:
-                self._calls[frame.numbers[0]] = sent
-        if lost is None:
-            self.send(frame)
-        else:
-            for each in sent.results:
-                each.set_exception(lost)
-
-    def send(self, frame: Frame) -> None:
-        """Send a frame after those before it; wait for nothing."""
-        packet, segments = frame.packet()
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._unsent.append((packet, segments))
-            if len(self._unsent) == 1:
-                self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._unsent:
-                send(self.connection, *self._unsent[0])
-                self._unsent.popleft()
-        except BlockingIOError:
-            self._loop.change(self.connection.fileno(), select.EPOLLIN | select.EPOLLOUT)
-        except OSError:  # the process has ended, and ``_ended`` tells of that
-            self._unsent.clear()
-
-    def lose(self, reason: RankLost) -> None:
-        """End the process; its calls that have not been answered, and later ones, raise the reason."""
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._lost = reason
-            calls, self._calls = self._calls, {}
-            self._unsent.clear()
-        self.process.kill()
-        for call in calls.values():
-            for each in call.results:
-                each.set_exception(reason)
-
-    def _handle(self, events: int) -> None:
-        """Handle an event of the socket."""
-        if events & select.EPOLLOUT:
-            with self._lock:
-                self._loop.change(self.connection.fileno(), select.EPOLLIN)
-                self._flush()
-        if events & select.EPOLLIN:
-            self._receive()
-        elif events & select.EPOLLHUP:  # the process closed it, and ``_ended`` tells why
-            self._loop.remove(self.connection.fileno())
-
-    def _receive(self) -> bool:
-        """Handle the next frame; return False if there is none."""
-        try:
-            frame = receive(self.connection)
-        except OSError:
-            return False
-        except ClusterError as error:
-            self.lose(RankLost("cannot be heard", why=f"{error.what}: {error.why}", fix=error.fix))
-            return False
-        if frame is None:
-            return False
-        if frame.kind == About.FETCH:
-            for name in frame.numbers[1:]:
-                self._backend.forward(self, frame.numbers[0], name)
-            return True
-        self._backend.count(read_bytes=sum(len(parcel.content) for parcel in frame.parcels))
-        with self._lock:
-            call = self._calls.pop(frame.numbers[0], None)
-        if call is None:
-            self.refused += 1
-        elif frame.kind == About.DONE:
-            for made, parcel in zip(call.results, frame.parcels, strict=True):
-                made.set_result(parcel)
-        else:
-            raised = frame.parcels[0].open()
-            for made in call.results:
-                made.set_exception(raised)
-        return True
-
-    def _ended(self, _: int) -> None:
-        """Take what the process has sent before it ended, and lose it."""
-        self._loop.remove(self._end)
-        self._loop.remove(self.connection.fileno())
-        os.close(self._end)
-        while self._receive():
-            pass
-        self.connection.close()
-        code = self.process.wait()
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self.lose(
-            RankLost(
-                "has died",
-                why=f"process {self.process.pid} ended {how}",
-                fix="read the end of its output; dmesg lists processes that were killed for memory",
-            )
-        )
-
-
-class _EventLoop:
-    """The driver's thread: handles the events of descriptors, one after the other."""
-
-    def __init__(self) -> None:
-        self._poll = select.epoll()
-        self._handlers: dict[int, Callable[[int], None]] = {}
-        self._wake = os.eventfd(0)
-        self._is_closed = False
-        self.add(self._wake, select.EPOLLIN, lambda _: None)
-        self._thread = threading.Thread(target=self._run, name="local ranks", daemon=True)
-        self._thread.start()
-
-    def add(self, descriptor: int, events: int, handle: Callable[[int], None]) -> None:
-        """Call a function with the events of a descriptor, from the thread."""
-        self._handlers[descriptor] = handle
-        self._poll.register(descriptor, events)
-
-    def change(self, descriptor: int, events: int) -> None:
-        """Handle other events of a descriptor."""
-        with suppress(FileNotFoundError):  # its process has ended
-            self._poll.modify(descriptor, events)
-
-    def remove(self, descriptor: int) -> None:
-        """Handle no more events of a descriptor; a second call has no effect."""
-        if self._handlers.pop(descriptor, None) is not None:
-            self._poll.unregister(descriptor)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._is_closed = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        self._poll.close()
-        os.close(self._wake)
-
-    def _run(self) -> None:
-        while not self._is_closed:
-            for descriptor, events in self._poll.poll():
-                if (handle := self._handlers.get(descriptor)) is not None:
-                    handle(events)
 
 
 def _size(value: Any) -> int:

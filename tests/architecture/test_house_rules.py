@@ -33,6 +33,8 @@ Records, losses and formulas use them, and so does a function of itertools.
 """
 PRINTING = re.compile(r"rillflow/cli/|plugins/\w+/rillflow_\w+/(commands|plugin)\.py$")
 """Files of commands."""
+CLASSIC_ALGORITHMS = "plugins/classic/rillflow_classic/algorithms/"
+"""Folder of the classic algorithms."""
 ALGORITHM_FILES = {f"rillflow/algorithms/{name}.py" for name in ("registry", *ALGORITHMS)} | {
     "plugins/training_service/rillflow_training_service/losses.py"
 }
@@ -93,7 +95,7 @@ def is_unfinished(source: Any) -> Iterator[str]:
 
 def names_an_algorithm(source: Any) -> Iterator[str]:
     """Yield identifiers and texts that contain an algorithm's name; docstrings may contain it."""
-    if source.path in ALGORITHM_FILES:
+    if source.path in ALGORITHM_FILES or source.path.startswith(CLASSIC_ALGORITHMS):
         return
     documentation = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(source.tree):

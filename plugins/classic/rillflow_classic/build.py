@@ -36,7 +36,7 @@ from rillflow_classic.streams.memory import MemoryTransport
 from rillflow_classic.streams.stream import StreamSpec, Transport
 from rillflow_classic.system import CallSystem, StreamSystem
 from rillflow_classic.worker_set import WorkerSet
-from rillflow_classic.workers.actor import Actor
+from rillflow_classic.workers.actor import Actor, routed
 from rillflow_classic.workers.policy_worker import PolicyWorker
 from rillflow_classic.workers.recording import spec_of
 
@@ -87,6 +87,8 @@ class Parts:
         settings = located(recipe.environment, loaded.base)
         environment = make_environment(settings, 1, seed=recipe.run.seed)
         try:
+            for agent in environment.agents if recipe.routes else ():
+                routed(agent, recipe.routes or {})
             spaces = environment.observation_space, environment.action_space
         finally:
             environment.close()
@@ -163,7 +165,9 @@ def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
     pools = [Pool(name=ACTORS, size=workers.actors, world=1)]
     if workers.inference == "policy":
         pools.append(Pool(name=POLICIES, size=workers.policy_workers, world=1))
-    backend.open(pools)
+    further = algorithm_of(parts.algorithm).pools
+    sizes = further(parts.settings) if further else {}
+    backend.open([*pools, *(Pool(name=name, size=size, world=1) for name, size in sizes.items())])
     if workers.transport == "calls":
         return CallSystem(WorkerSet(backend, ACTORS, partial(make_actor, parts, None)), learners)
     transport = MemoryTransport(_stream_spec(parts, learners), is_shared=workers.place != "inline")

@@ -94,7 +94,7 @@ class LoadedClassicRecipe:
         named = asked.get("algorithm")
         algorithm = algorithm_of(named.get("name") if isinstance(named, Mapping) else None)
         recipe = validate(recipe_class(algorithm), asked, str(path))
-        problems = list(_contradictions(recipe))
+        problems = list(_contradictions(recipe, algorithm))
         if problems:
             raise together(problems, str(path))
         if recipe.run.dir is None:
@@ -202,14 +202,21 @@ class LoadedClassicRecipe:
 def recipe_class(algorithm: ClassicAlgorithm) -> type[ClassicRecipe]:
     """Return the recipe's class with the settings of an algorithm."""
     own = algorithm.config
-    settings = create_model(own.__name__, __base__=(AlgorithmSettings, own), __doc__=own.__doc__)
+    bases = (own,) if issubclass(own, AlgorithmSettings) else (AlgorithmSettings, own)
+    settings = create_model(own.__name__, __base__=bases, __doc__=own.__doc__)
     fields: Any = {"algorithm": (settings, ...)}
     made: type[ClassicRecipe] = create_model("ClassicRecipe", __base__=ClassicRecipe, **fields)
     return made
 
 
-def _contradictions(recipe: ClassicRecipe) -> Iterator[ConfigError]:
+def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator[ConfigError]:
     workers = recipe.workers
+    if algorithm.calls_actors and workers.transport != "calls":
+        yield ConfigError(
+            f"workers.transport is {shown(workers.transport)} and algorithm.name is {shown(algorithm.name)}",
+            why="its plan calls methods of the actors, and fragments of a stream come without a call",
+            fix='set workers.transport = "calls"',
+        )
     for name, pattern in recipe.policies.items():
         try:
             re.compile(pattern)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rillflow.errors import ClusterError, ConfigError
+from rillflow.errors import ConfigError
 from rillflow.records.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from rillflow.workers.backend import RankLost, Replacement
 from rillflow_classic.checkpointed import CheckpointedObjects
@@ -73,6 +74,10 @@ class CallSystem:
         for name, each in self.learners.items():
             if learner is None or learner is each:
                 self._loads += self.actors.call_all("load", each.version, each.weights(), name)
+
+    def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """See System."""
+        return self.actors.beside(pool, make)
 
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Return the result of a method of every actor, which runs between two fragments."""
@@ -205,8 +210,8 @@ class StreamSystem:
         self._writer = transport.writer()
         self._source = transport.source()
         self._trainer: TrainerWorker | None = None
-        self._round: dict[tuple[int, int], Received] = {}
-        self._limit = 0
+        self._round: defaultdict[tuple[int, int], deque[Received]] = defaultdict(deque)
+        self._limit, self._has_begun = 0, False
         self._metrics: list[Metrics] = []
         self.publish()
 
@@ -232,6 +237,10 @@ class StreamSystem:
             if (learner is None or learner is each) and name in self.transport.spec.weights:
                 self._writer.publish(name, each.version, each.weights())
 
+    def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """See System."""
+        return self._actors.workers.beside(pool, make)
+
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Stop all workers, return the result of a method of every actor, and let the workers go on."""
         self._stop()
@@ -243,10 +252,13 @@ class StreamSystem:
         """Stop all workers, drop what is under way, and begin new episodes with this seed."""
         self._stop()
         self._end_trainer()
-        for received in [*self._source.take(0.0), *self._round.values()]:
+        for received in self._source.take(0.0):
             received.release()
-        self._round.clear()
+        for lane in self._round.values():
+            while lane:
+                lane.popleft().release()
         self._queue.clear("the actors begin anew")
+        self._has_begun = False
         self._actors.call_all("reset", seed)
         for polled in self._polled[1:]:
             polled.call_all("seed", seed)
@@ -282,28 +294,28 @@ class StreamSystem:
         return NotReady(polls=True) if found is None else found
 
     def _next_round(self) -> Rollout | NotReady:
-        if not self._round:
+        if not self._has_begun:
             self._allow(self._limit + 1)
+            self._has_begun = True
         found = self._look(self._whole_round)
         return NotReady(polls=True) if found is None else found
 
     def _whole_round(self, wait_s: float) -> Rollout | None:
-        """Return the fragment of every lane side by side, once all are there."""
+        """Return the next fragment of every lane side by side, once all are there."""
         for each in self._source.take(wait_s):
-            self._round[each.actor, each.lane] = each
-        ring = self.transport.spec.ring
-        wanted = [(actor, lane) for actor in sorted(self._actors.alive) for lane in range(ring)]
-        if not wanted:
-            raise ClusterError(f"all {self._actors.workers.size} actors are lost", why="see the log")
-        if not set(wanted) <= self._round.keys():
+            self._round[each.actor, each.lane].append(each)
+        alive, ring = sorted(self._actors.alive), self.transport.spec.ring
+        if not alive:
             return None
-        items = [self._round[each] for each in sorted(self._round)]
+        if not all(self._round[actor, lane] for actor in alive for lane in range(ring)):
+            return None
+        items = [self._round[each].popleft() for each in sorted(self._round) if self._round[each]]
+        self._has_begun = False
         views = items if len(items) > 1 else [copied(items[0])]
         several = len(items[0].fragments) > 1
         joined = join([each.fragments if several else next(iter(each.fragments.values())) for each in views])
         for each in items:
             each.release()
-        self._round.clear()
         return joined
 
     def _look(self, take: Callable[[float], Rollout | None]) -> Rollout | None:

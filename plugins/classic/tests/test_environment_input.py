@@ -26,14 +26,14 @@ def made(id: str = f"{FAULTY}:Counter", slots: int = 3, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("raises", r"Counter.step of slot 0 raised ZeroDivisionError: no such move"),
+        ("raises", r"Counter.step of slot 0 failed: ZeroDivisionError: no such move"),
         ("nan", r"slot 0 returned the observation nan at \[1\]"),
-        ("infinite reward", r"Counter.step of slot 0 returned inf"),
-        ("text reward", r"Counter.step of slot 0 returned 'much'"),
-        ("shape", r"Counter.step of slot 0 returned an observation of float32 \[3\]"),
-        ("scalar", r"Counter.step of slot 0 returned an observation of float64 \[\]"),
-        ("dtype", r"Counter.step of slot 0 returned an observation of <U1 \[2\]"),
-        ("four", r"Counter.step of slot 0 returned \(array.*\{\}\)"),
+        ("infinite reward", r"slot 0 returned the reward inf"),
+        ("text reward", r"Counter.step of slot 0 failed: ValueError: could not convert .*'much'"),
+        ("shape", r"Counter.step of slot 0 failed: TypeError: an observation of float32 \[3\], but .* \[2\]"),
+        ("scalar", r"Counter.step of slot 0 failed: TypeError: an observation of float64 \[\]"),
+        ("dtype", r"Counter.step of slot 0 failed: TypeError: an observation of <U1 \[2\]"),
+        ("four", r"Counter.step of slot 0 failed: ValueError: not enough values to unpack"),
     ],
 )
 def test_a_faulty_step_is_one_clear_error(fault: str, words: str) -> None:
@@ -100,7 +100,7 @@ def test_continuous_actions_are_clipped_or_refused(provider: str) -> None:
         ({"id": "rillflow_classic.fragment:Fragmnt"}, "did you mean 'Fragment'"),
         ({"id": f"{FAULTY}:Countr"}, "did you mean 'Counter'"),
         ({"id": f"{FAULTY}:not_a_class"}, "has no class 'not_a_class'"),
-        ({"id": f"{FAULTY.parent}/absent.py:Class"}, "absent.py cannot be loaded"),
+        ({"id": f"{FAULTY.parent}/absent.py:Class"}, "absent.py cannot be imported.*FileNotFoundError"),
         ({"provider": "envpool"}, "EnvPool has environments of its own only"),
         ({"arguments": {"lenght": 3}}, "unexpected keyword argument 'lenght'"),
         (
@@ -137,7 +137,7 @@ def test_no_slots_are_refused() -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "envpool_ids", frozenset)
-    with pytest.raises(ConfigError, match=r"EnvPool is not installed(?s:.*)rillflow\[classic\]"):
+    with pytest.raises(ConfigError, match=r"which has 0 ids(?s:.*)rillflow\[classic\]"):
         made("CartPole-v1", provider="envpool")
     assert made("CartPole-v1").num_slots == 3, "Gymnasium has it too"
 

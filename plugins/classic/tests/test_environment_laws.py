@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.inline import lane_seed
+from rillflow_classic.environments.lanes import lane_seed
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.fragment import Array

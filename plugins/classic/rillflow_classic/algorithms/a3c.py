@@ -51,4 +51,4 @@ def plan(system: Any, settings: A3CConfig) -> Iterable[Metrics]:
     )
 
 
-ALGORITHM = ClassicAlgorithm(name="a3c", config=A3CConfig, learner=A3CLearner, plan=plan)
+ALGORITHM = ClassicAlgorithm(name="a3c", config=A3CConfig, learner=A3CLearner, plan=plan, calls_actors=True)

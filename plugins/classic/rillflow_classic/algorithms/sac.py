@@ -6,7 +6,8 @@
     L_alpha = -E[alpha (log pi(a | s) + H)],  H = -1 for each dimension of an action
 
 Actions are tanh(u), u normal, scaled to the bounds of the action space. The three losses are of the same
-weights, and each has a gradient for its own part only: so their sum is one loss with one optimiser. Q' follows Q by ``tau`` of the distance. Actions are random before the first update.
+weights, and each has a gradient for its own part only: so their sum is one
+loss with one optimiser. Q' follows Q by ``tau`` of the distance. Actions are random before the first update.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class SquashedActor(nn.Module):
         self.mlp = EnsembleMLP(1, (observations, *inputs.network.hidden, 2 * actions), generator)
         space: Any = inputs.action_space
         low, high = torch.from_numpy(space.low), torch.from_numpy(space.high)
-        self.middle, self.half = (high + low) / 2, (high - low) / 2
+        self.centre, self.radius = (high + low) / 2, (high - low) / 2
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log deviation of u, [B, A] each."""
@@ -85,7 +86,7 @@ class SquashedPolicy:
         squashed = np.tanh(mean if greedy else mean + noise * np.exp(log))
         if self.version < 1 and not greedy:
             squashed = self._generator.uniform(-1, 1, mean.shape).astype(np.float32)
-        return Acted(actions=actor.middle.numpy() + actor.half.numpy() * squashed, state=state)
+        return Acted(actions=actor.centre.numpy() + actor.radius.numpy() * squashed, state=state)
 
     def initial_state(self, num_slots: int) -> Array | None:
         """See ActorPolicy; there is none."""
@@ -132,7 +133,7 @@ class SACLearner(OffPolicyLearner[SACNetwork]):
     def loss(self, batch: Transitions[Array]) -> tuple[Tensor, dict[str, Metric]]:
         """Return the sum of the three losses."""
         data, network = tensors_of(batch), self.network
-        actions = (data.actions - network.actor.middle) / network.actor.half
+        actions = (data.actions - network.actor.centre) / network.actor.radius
         temperature = network.log_temperature.exp()
         with torch.no_grad():
             later, later_logprobs = network.actor.sample(data.next_observations, self._random)

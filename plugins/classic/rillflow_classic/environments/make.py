@@ -10,14 +10,16 @@ import math
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from rillflow.errors import ConfigError
-from rillflow_classic.environments.catalog import ATARI, CatalogEntry, find, has_twin, make_lane
+from rillflow_classic.environments.catalog import ATARI, CatalogEntry, find, gymnasium_ids, make_lane
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.envpool_adapter import EnvPoolEnvironment
 from rillflow_classic.environments.inline import InlineEnvironment
-from rillflow_classic.environments.lanes import Lane, Rows
+from rillflow_classic.environments.lanes import Lane
 from rillflow_classic.environments.processes import ProcessEnvironment, num_cores
-from rillflow_classic.environments.vector import EnvironmentFailure, VectorEnvironment
+from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.environments.wrappers import FrameStack, ObservationScale, RewardClip, RewardScale
 
 _log = logging.getLogger(__name__)
@@ -84,25 +86,24 @@ def choose(
 
 def measured_step_s(lane: Lane) -> float:
     """Return the mean time of a step with random actions, resets included; close the environment."""
-    width = len(lane.agents)
-    rows = Rows.zeros(lane.observation_space, width)
+    environment, steps = InlineEnvironment([lane]), 0
     lane.action_space.seed(0)
-    lane.begin(0, rows)
-    actions = [[lane.action_space.sample() for _ in range(width)] for _ in range(16)]
-    lane.step(actions[0], rows)
-    start, steps = time.perf_counter(), 0
+    actions = [np.stack([lane.action_space.sample() for _ in lane.agents]) for _ in range(16)]
+    environment.reset(0)
+    environment.step(actions[0])
+    start = time.perf_counter()
     while steps < _MOST_STEPS and (steps < 1 or time.perf_counter() - start < _BUDGET_S):
-        lane.step(actions[steps % len(actions)], rows)
+        environment.step(actions[steps % len(actions)])
         steps += 1
     elapsed = time.perf_counter() - start
-    lane.close()
+    environment.close()
     return elapsed / steps
 
 
 def make_environment(
     config: EnvironmentSettings, num_environments: int, *, seed: int = 0
 ) -> VectorEnvironment:
-    """Make ``num_environments`` environments that step together, and begin their episodes.
+    """Make environments that step together, and begin their episodes.
 
     Args:
         config: settings of the environment.
@@ -114,9 +115,8 @@ def make_environment(
         EnvironmentFailure: the first reset failed.
     """
     if num_environments < 1:
-        raise ConfigError(
-            f"an actor has {num_environments} environments", why="it steps at least one", fix="set at least 1"
-        )
+        what = f"an actor has {num_environments} environments"
+        raise ConfigError(what, why="it steps at least one", fix="set at least 1")
     config = choose(config, num_environments).config
     entry = find(config)
     if entry.provider == "envpool":
@@ -124,11 +124,9 @@ def make_environment(
     elif config.run == "processes":
         probe = make_lane(config, entry)
         probe.close()
-        environment = ProcessEnvironment(config, entry, probe, num_environments)
+        environment = ProcessEnvironment(config, probe, num_environments)
     else:
-        first = make_lane(config, entry)
-        width = len(first.agents)
-        lanes = [first, *(make_lane(config, entry, index * width) for index in range(1, num_environments))]
+        lanes = [make_lane(config, entry) for _ in range(num_environments)]
         environment = InlineEnvironment(lanes, clip=config.clip_actions)
     environment = _wrapped(environment, config, entry)
     environment.reset(seed)
@@ -141,26 +139,24 @@ def make_video_environment(config: EnvironmentSettings, *, seed: int = 0) -> Vec
     EnvPool renders Atari itself; for its other ids, Gymnasium's environment of the same id is taken. Where
     frames cannot be drawn, the environment renders None and a warning says why.
     """
+    entry = find(config)
+    shown = config
     try:
-        environment = _showing(config)
+        if entry.provider == "envpool" and entry.name in gymnasium_ids():
+            shown = config.model_copy(update={"provider": "gymnasium"})
+            entry = find(shown)
+        inner: VectorEnvironment = (
+            EnvPoolEnvironment(entry.name, shown, 1, shows=True)
+            if entry.provider == "envpool"
+            else InlineEnvironment([make_lane(shown, entry, shows=True)], clip=config.clip_actions)
+        )
+        environment = _wrapped(inner, shown, entry)
         environment.reset(seed)
         environment.render(0)
-        environment.reset(seed)
-    except (ConfigError, EnvironmentFailure) as error:
-        _log.warning("%s shows no frames: %s", config.id, error.what)
+    except Exception as error:  # noqa: BLE001  graphics may raise anything, and a video must not end a run
+        _log.warning("%s shows no frames: %s", config.id, error)
         return make_environment(config.model_copy(update={"run": "inline"}), 1, seed=seed)
     return environment
-
-
-def _showing(config: EnvironmentSettings) -> VectorEnvironment:
-    entry = find(config)
-    if entry.provider == "envpool" and not has_twin(entry.name):
-        return _wrapped(EnvPoolEnvironment(entry.name, config, 1, show=True), config, entry)
-    provider = "gymnasium" if entry.provider == "envpool" else entry.provider
-    config = config.model_copy(update={"provider": provider})
-    entry = find(config)
-    lane = make_lane(config, entry, show=True)
-    return _wrapped(InlineEnvironment([lane], clip=config.clip_actions), config, entry)
 
 
 def _wrapped(

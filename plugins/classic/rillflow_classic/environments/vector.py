@@ -35,13 +35,13 @@ class EnvironmentFailure(RillflowError):
 class Stepped:
     """Result of one step of every slot. Arrays may be overwritten by the next step."""
 
-    observations: Array
+    observations: NDArray[Any]
     """[N, ...] the observation after the step; after an episode's end, its last one."""
-    rewards: Array
+    rewards: NDArray[np.float32]
     """[N] float32; 0 for a reset."""
-    terminated: Array
+    terminated: NDArray[np.bool_]
     """[N] bool: the environment ended the episode."""
-    truncated: Array
+    truncated: NDArray[np.bool_]
     """[N] bool: a limit cut the episode. Both may be set."""
     episodes: Sequence[FinishedEpisode] = ()
     """Episodes that ended in this step."""
@@ -82,6 +82,35 @@ class VectorEnvironment(Protocol):
         """End all environments and their processes."""
 
 
+class Slots:
+    """Base of environments: what a vector environment without pictures and statistics has.
+
+    Args:
+        agents: name of the agent of every slot.
+        observation_space: space of one slot's observation.
+        action_space: space of one slot's action.
+    """
+
+    def __init__(self, agents: Sequence[str], observation_space: Space, action_space: Space) -> None:
+        self.agents, self.num_slots = agents, len(agents)
+        self.observation_space, self.action_space = observation_space, action_space
+
+    def render(self, slot: int) -> Array | None:
+        """Return no frame; see ``VectorEnvironment.render``."""
+        del slot
+        return None
+
+    def state(self) -> Mapping[str, Array]:
+        """Return no statistics."""
+        return {}
+
+    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
+        """Restore no statistics."""
+
+    def close(self) -> None:
+        """End nothing."""
+
+
 class EpisodeTotals:
     """Return and length of the present episode of every slot."""
 
@@ -108,7 +137,7 @@ class EpisodeTotals:
         self.lengths += 1
         if not math.isfinite(np.add.reduce(self._rewards)):
             check_finite(rewards, "reward")
-        if not ended.any():
+        if not np.count_nonzero(ended):  # a tenth of the time of any()
             return ()
         slots = ended.nonzero()[0].tolist()
         episodes = tuple(

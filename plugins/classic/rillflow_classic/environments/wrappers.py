@@ -6,6 +6,7 @@ environment ─> RewardScale, RewardClip ─> ObservationScale ─> FrameStack �
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
-from rillflow_classic.environments.vector import Space, Stepped, VectorEnvironment
+from rillflow_classic.environments.vector import Slots, Space, Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array
 
 _EPSILON = 1e-8
@@ -40,6 +41,11 @@ class RunningMoments:
         """[...] variance; 1 before the first two values."""
         return self.squares / self.count if self.count > 1 else np.ones_like(self.squares)
 
+    @property
+    def scale(self) -> NDArray[np.float32]:
+        """[...] 1 / standard deviation."""
+        return (1.0 / np.sqrt(self.variance + _EPSILON)).astype(np.float32)
+
     def add(self, values: NDArray[Any]) -> None:
         """Add values [B, ...]."""
         if len(values):
@@ -56,11 +62,7 @@ class RunningMoments:
 
     def state(self, name: str) -> dict[str, Array]:
         """Return the moments as arrays under a name."""
-        return {
-            f"{name}/mean": np.array(self.mean),
-            f"{name}/squares": np.array(self.squares),
-            f"{name}/count": np.array(self.count),
-        }
+        return {f"{name}/{each}": np.array(value) for each, value in vars(self).items()}
 
     def restore(self, state: Mapping[str, Any], name: str) -> None:
         """Restore what ``state`` returned."""
@@ -82,16 +84,15 @@ def merged_state(states: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     return merged
 
 
-class _Wrapper:
-    """Passes everything on to an inner environment."""
+class _Wrapper(Slots):
+    """Passes everything on to an inner environment; adds statistics of its own if they have a name."""
 
-    def __init__(self, inner: VectorEnvironment) -> None:
-        self._inner = inner
-        self.num_slots: int = inner.num_slots
-        self.agents: Sequence[str] = inner.agents
-        self.observation_space: Space = inner.observation_space
-        self.action_space: Space = inner.action_space
-        self._is_frozen = False
+    name = ""
+    """Name of the statistics."""
+
+    def __init__(self, inner: VectorEnvironment, space: Space | None = None) -> None:
+        super().__init__(inner.agents, space or inner.observation_space, inner.action_space)
+        self._inner, self._is_frozen, self._moments = inner, False, RunningMoments()
         self._after_end: NDArray[np.bool_] = np.zeros(inner.num_slots, bool)
 
     def reset(self, seed: int) -> Array:
@@ -105,12 +106,14 @@ class _Wrapper:
 
     def state(self) -> Mapping[str, Array]:
         """Return all running statistics."""
-        return self._inner.state()
+        return {**self._inner.state(), **(self._moments.state(self.name) if self.name else {})}
 
     def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
         """Restore what ``state`` returned; see ``VectorEnvironment.restore``."""
-        self._is_frozen = frozen
         self._inner.restore(state, frozen=frozen)
+        self._is_frozen = frozen
+        if self.name:
+            self._moments.restore(state, self.name)
 
     def close(self) -> None:
         """End all environments."""
@@ -123,10 +126,11 @@ class RewardScale(_Wrapper):
     return_t = discount return_{t-1} + reward_t, from 0 at the start of every episode.
     """
 
+    name = "rewards"
+
     def __init__(self, inner: VectorEnvironment, discount: float) -> None:
         super().__init__(inner)
-        self._discount, self._moments = discount, RunningMoments()
-        self._returns = np.zeros(inner.num_slots)
+        self._discount, self._returns = discount, np.zeros(inner.num_slots)
 
     def reset(self, seed: int) -> Array:
         """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
@@ -135,23 +139,13 @@ class RewardScale(_Wrapper):
 
     def step(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.step``."""
-        stepped: Any = self._inner.step(actions)
+        stepped = self._inner.step(actions)
         self._returns = self._returns * self._discount + stepped.rewards
         if not self._is_frozen:
             self._moments.add(self._returns[~self._after_end])
         self._after_end = stepped.terminated | stepped.truncated
         self._returns[self._after_end] = 0.0
-        scale = np.float32(1.0 / np.sqrt(self._moments.variance + _EPSILON))
-        return _with(stepped, rewards=stepped.rewards * scale)
-
-    def state(self) -> Mapping[str, Array]:
-        """Return all running statistics."""
-        return {**super().state(), **self._moments.state("rewards")}
-
-    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
-        """Restore what ``state`` returned; see ``VectorEnvironment.restore``."""
-        super().restore(state, frozen=frozen)
-        self._moments.restore(state, "rewards")
+        return replace(stepped, rewards=stepped.rewards * self._moments.scale)
 
 
 class RewardClip(_Wrapper):
@@ -159,8 +153,8 @@ class RewardClip(_Wrapper):
 
     def step(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.step``."""
-        stepped: Any = self._inner.step(actions)
-        return _with(stepped, rewards=np.clip(stepped.rewards, -1.0, 1.0))
+        stepped = self._inner.step(actions)
+        return replace(stepped, rewards=np.clip(stepped.rewards, -1.0, 1.0))
 
 
 class ObservationScale(_Wrapper):
@@ -170,42 +164,31 @@ class ObservationScale(_Wrapper):
         ConfigError: observations are no Box.
     """
 
+    name = "observations"
+
     def __init__(self, inner: VectorEnvironment) -> None:
-        super().__init__(inner)
         shape = _box(inner.observation_space, "environment.normalise_observations").shape
-        self.observation_space = gymnasium.spaces.Box(-_LARGEST, _LARGEST, shape, np.float32)
+        super().__init__(inner, gymnasium.spaces.Box(-_LARGEST, _LARGEST, shape, np.float32))
         self._moments = RunningMoments(shape)
 
     def reset(self, seed: int) -> Array:
         """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
-        return self._scaled(super().reset(seed))
+        return self._scaled(super().reset(seed), self._after_end)
 
     def step(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.step``."""
-        stepped: Any = self._inner.step(actions)
+        stepped = self._inner.step(actions)
         ended = stepped.terminated | stepped.truncated
-        repeated = self._after_end & ended
-        self._after_end = ended
-        return _with(stepped, observations=self._scaled(stepped.observations, repeated))
+        repeated, self._after_end = self._after_end & ended, ended
+        return replace(stepped, observations=self._scaled(stepped.observations, repeated))
 
-    def _scaled(self, observations: Any, repeated: NDArray[np.bool_] | None = None) -> Array:
+    def _scaled(self, observations: Any, repeated: NDArray[np.bool_]) -> Array:
         """Add observations to the statistics, but those of agents that have ended, and scale all."""
         if not self._is_frozen:
-            new = observations if repeated is None or not repeated.any() else observations[~repeated]
-            self._moments.add(new)
-        mean = self._moments.mean.astype(np.float32)
-        scale = (1.0 / np.sqrt(self._moments.variance + _EPSILON)).astype(np.float32)
-        scaled: Array = np.clip((observations - mean) * scale, -_LARGEST, _LARGEST)
+            self._moments.add(observations[~repeated])
+        centred = observations - self._moments.mean.astype(np.float32)
+        scaled: Array = np.clip(centred * self._moments.scale, -_LARGEST, _LARGEST)
         return scaled
-
-    def state(self) -> Mapping[str, Array]:
-        """Return all running statistics."""
-        return {**super().state(), **self._moments.state("observations")}
-
-    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
-        """Restore what ``state`` returned; see ``VectorEnvironment.restore``."""
-        super().restore(state, frozen=frozen)
-        self._moments.restore(state, "observations")
 
 
 class FrameStack(_Wrapper):
@@ -219,10 +202,9 @@ class FrameStack(_Wrapper):
     """
 
     def __init__(self, inner: VectorEnvironment, frames: int) -> None:
-        super().__init__(inner)
         space = _box(inner.observation_space, "environment.frame_stack")
         low, high = (np.repeat(bound[None], frames, 0) for bound in (space.low, space.high))
-        self.observation_space = gymnasium.spaces.Box(low, high, dtype=space.dtype.type)
+        super().__init__(inner, gymnasium.spaces.Box(low, high, dtype=space.dtype.type))
         self._frames, self._newest = frames, frames - 1
         self._ring: Any = np.zeros((inner.num_slots, 2 * frames, *space.shape), space.dtype)
 
@@ -233,35 +215,21 @@ class FrameStack(_Wrapper):
 
     def step(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.step``."""
-        stepped: Any = self._inner.step(actions)
+        stepped = self._inner.step(actions)
         self._newest = (self._newest + 1) % self._frames
-        self._ring[:, self._newest] = stepped.observations
-        self._ring[:, self._newest + self._frames] = stepped.observations
+        self._ring[:, self._newest] = self._ring[:, self._newest + self._frames] = stepped.observations
         if self._after_end.any():
             self._ring[self._after_end] = stepped.observations[self._after_end][:, None]
         self._after_end = stepped.terminated | stepped.truncated
-        return _with(stepped, observations=self._stack())
+        return replace(stepped, observations=self._stack())
 
     def _stack(self) -> Array:
         stack: Array = self._ring[:, self._newest + 1 : self._newest + 1 + self._frames]
         return stack
 
 
-def _with(stepped: Stepped, *, observations: Any = None, rewards: Any = None) -> Stepped:
-    return Stepped(
-        observations=stepped.observations if observations is None else observations,
-        rewards=stepped.rewards if rewards is None else rewards,
-        terminated=stepped.terminated,
-        truncated=stepped.truncated,
-        episodes=stepped.episodes,
-    )
-
-
 def _box(space: Space, setting: str) -> gymnasium.spaces.Box:
     if isinstance(space, gymnasium.spaces.Box):
         return space
-    raise ConfigError(
-        f"{setting} is set, and observations are {space}",
-        why="only real-valued arrays and images have a mean or a stack",
-        fix=f"leave out {setting}",
-    )
+    why, fix = "only arrays of numbers have a mean or a stack", f"leave out {setting}"
+    raise ConfigError(f"{setting} is set, and observations are {space}", why=why, fix=fix)

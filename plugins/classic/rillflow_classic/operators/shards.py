@@ -61,19 +61,22 @@ class Shards:
         with _Opened(self, context) as opened:
             flying = {source: deque(opened.ask(source) for _ in range(num_async)) for source in opened.live}
             while True:
-                ready = [source for source, calls in flying.items() if calls[0].is_ready]
-                if not ready:
-                    yield NotReady(calls=tuple(calls[0] for calls in flying.values()))
-                for source in ready:
+                is_idle = True
+                for source, calls in tuple(flying.items()):
+                    if not calls[0].is_ready:
+                        continue
+                    is_idle = False
                     try:
-                        item = flying[source].popleft().read()
+                        item = calls.popleft().read()
                     except RankLost as error:
                         del flying[source]
                         opened.lose(source, error)
                         continue
                     context.source = source
                     yield item
-                    flying[source].append(opened.ask(source))
+                    calls.append(opened.ask(source))
+                if is_idle:
+                    yield NotReady(calls=tuple(calls[0] for calls in flying.values()))
 
 
 class _Opened:
@@ -122,8 +125,9 @@ class _Opened:
         self.items = []
         while not self.items:
             calls = {source: self.ask(source) for source in self.live}
-            while late := tuple(call for call in calls.values() if not call.is_ready):
-                yield NotReady(calls=late)
+            for call in calls.values():
+                while not call.is_ready:
+                    yield NotReady(calls=(call,))
             found = [(source, self._read(source, call)) for source, call in calls.items()]
             self.items = [each for each in found if not isinstance(each[1], NotReady)]
             if not self.items:

@@ -53,7 +53,7 @@ class MemoryTransport:
 
     def sink(self, actor: int) -> MemorySink:
         """See Transport."""
-        return MemorySink(self.dock, self.spec, actor, self.reader())
+        return MemorySink(self.dock, self.spec, actor)
 
     def source(self) -> MemorySource:
         """See Transport."""
@@ -75,16 +75,14 @@ class MemoryTransport:
 class MemorySink:
     """Writes fragments into the slots of one actor's lanes; see FragmentSink."""
 
-    def __init__(self, dock: Dock, spec: StreamSpec, actor: int, reader: MemoryReader) -> None:
-        self._dock, self._spec, self._actor, self._reader = dock, spec, actor, reader
+    def __init__(self, dock: Dock, spec: StreamSpec, actor: int) -> None:
+        self._dock, self._spec, self._actor = dock, spec, actor
         self._is_full, self._numbers = dock.arrays["full"], dock.arrays["numbers"]
         self._slots: dict[int, int] = {}
         self._next = [int(self._numbers[self._of(lane)].max()) + 1 for lane in range(spec.ring)]
 
     def reserve(self, lane: int) -> Mapping[str, Arrays] | None:
         """See FragmentSink."""
-        if self._next[lane] > self._reader.limit:
-            return None
         free = np.flatnonzero(np.logical_not(self._is_full[self._of(lane)]))
         if not len(free):
             return None
@@ -103,6 +101,10 @@ class MemorySink:
         self._next[lane] += 1
         self._is_full[slot] = True
         self._dock.ring(_SAMPLE)
+
+    def sent(self, lane: int) -> int:
+        """See FragmentSink; counts what earlier processes of this actor sent."""
+        return self._next[lane] - 1
 
     def wait(self, seconds: float) -> None:
         """See FragmentSink."""
@@ -193,23 +195,18 @@ class MemoryClient:
         """See ActingClient; the arrays are overwritten after the lane's next ``post``."""
         worker = int(self._workers[lane])
         if self._answered[worker, lane] != self._numbers[lane]:
+            if time.monotonic() - self._asked_at[lane] > RETRY_S:
+                self._workers[lane] = (worker + 1) % self._spec.workers
+                self._ask(lane)
             return None
-        del self._asked_at[lane]
         outputs = {name: array[worker, lane] for name, array in self._outputs.items()}
         state = None if self._answer_state is None else self._answer_state[worker, lane]
         acted = Acted(actions=self._actions[worker, lane], outputs=outputs, state=state)
         return acted, int(self._versions[worker, lane])
 
     def wait(self, seconds: float) -> None:
-        """See ActingClient; a request without an answer goes to the next worker."""
-        if self._dock.wait(f"answer/{self._actor}", seconds):
-            return
-        now = time.monotonic()
-        for lane, asked_at in self._asked_at.items():
-            is_open = self._answered[self._workers[lane], lane] != self._numbers[lane]
-            if is_open and now - asked_at > RETRY_S:
-                self._workers[lane] = (self._workers[lane] + 1) % self._spec.workers
-                self._ask(lane)
+        """See ActingClient."""
+        self._dock.wait(f"answer/{self._actor}", seconds)
 
     def _ask(self, lane: int) -> None:
         self._asked_at[lane] = time.monotonic()

@@ -69,7 +69,10 @@ class ActingClient(Protocol):
         """Ask for actions for a lane, which is one environment of the ring."""
 
     def take(self, lane: int) -> tuple[Acted, int] | None:
-        """Return the actions of a lane and the version that acted; None while they are not there."""
+        """Return the actions of a lane and the version that acted; None while they are not there.
+
+        A request without an answer after RETRY_S goes to the next worker.
+        """
 
     def wait(self, seconds: float) -> None:
         """Wait until an answer has come, at most this long."""
@@ -79,10 +82,16 @@ class FragmentSink(Protocol):
     """The actor's side of a sample stream."""
 
     def reserve(self, lane: int) -> Mapping[str, Arrays] | None:
-        """Return arrays for a lane's next fragments, by policy; None while the stream is full."""
+        """Return arrays for a lane's next fragments, by policy; None while the stream is full.
+
+        The same arrays until ``put``.
+        """
 
     def put(self, lane: int, fragments: Mapping[str, Fragment]) -> None:
         """Send the fragments whose arrays ``reserve`` gave."""
+
+    def sent(self, lane: int) -> int:
+        """Return the number of fragments of a lane that were sent."""
 
     def wait(self, seconds: float) -> None:
         """Wait until there may be room, at most this long."""
@@ -155,7 +164,10 @@ class ParameterReader(Protocol):
 
     @property
     def limit(self) -> int:
-        """Number of fragments that every lane may have begun since the start of the run."""
+        """Number of fragments that every lane may have begun since the start of the run.
+
+        Whoever sees a limit also sees the weights that were published before it.
+        """
 
 
 class ParameterWriter(Protocol):

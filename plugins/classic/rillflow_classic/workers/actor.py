@@ -221,8 +221,10 @@ class Actor:
 
     def _turn(self, lane: _Lane, sink: FragmentSink, parameters: ParameterReader) -> bool:
         if not lane.has_recording:
+            if sink.sent(lane.number) >= parameters.limit or not refresh(self.policies, parameters):
+                return False
             arrays = sink.reserve(lane.number)
-            if arrays is None or not refresh(self.policies, parameters):
+            if arrays is None:
                 return False
             lane.begin(arrays)
         if not lane.advance():
