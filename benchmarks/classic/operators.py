@@ -6,7 +6,7 @@
     python benchmarks/classic/operators.py depth --rounds 5
 
 *lines*: the function that runs the algorithm over workers, in both forms. Losses, networks and settings are
-*lines*: the function that runs the algorithm over workers, in both forms. Losses, networks and settings are
+the same code and do not count. Both forms do the same: they leave a lost actor out, raise
 the error of a load that nobody reads, and report lag and losses. "With shared" adds, for a plan, every
 function of ``operators/``, ``system.py`` and ``worker_set.py`` that runs while the plan makes a few items, in
 this process or at a worker; for a hand-written form, the actor class that they share.
@@ -228,7 +228,7 @@ class WaitingWorker:
 def depth_table(arguments: argparse.Namespace) -> str:
     """Return the table of calls in flight."""
     rows = [
-        "| calls in flight at each actor | items/s, idle controller | items/s, busy controller | largest lag |",
+        "| calls in flight at an actor | items/s, idle controller | items/s, busy controller | largest lag |",
         "|---|---|---|---|",
     ]
     with ExitStack() as stack:
