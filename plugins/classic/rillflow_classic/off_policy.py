@@ -12,6 +12,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -28,7 +29,7 @@ from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator
 from rillflow_classic.policy import ActorPolicy, Weights
-from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Transitions
+from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Space, Transitions
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -55,6 +56,32 @@ class OffPolicyConfig(Section):
                 f"or learning_starts = {self.learning_starts}"
             )
         return self
+
+
+@dataclass(frozen=True)
+class ReplayMaker:
+    """Makes an empty buffer, or a part of one."""
+
+    observation_space: Space
+    """Space of one observation."""
+    action_space: Space
+    """Space of one action."""
+    settings: Any
+    """Settings of the algorithm."""
+    seed: int
+    """Seed of the draws."""
+
+    def __call__(self, index: int, divided_by: int = 1) -> ReplayBuffer:
+        """Return part ``index`` of a buffer that is divided into equal parts."""
+        replay = self.settings.replay
+        return ReplayBuffer(
+            replay.model_copy(update={"capacity": replay.capacity // divided_by}),
+            self.observation_space,
+            self.action_space,
+            discount=self.settings.gamma,
+            num_steps=self.settings.num_steps,
+            seed=self.seed + index,
+        )
 
 
 class OffPolicyLearner(ABC, Generic[N]):
@@ -94,15 +121,12 @@ class OffPolicyLearner(ABC, Generic[N]):
 
     def make_replay(self) -> ReplayBuffer:
         """Return an empty buffer for its transitions."""
-        inputs, settings = self._inputs, self._settings
-        return ReplayBuffer(
-            settings.replay,
-            inputs.observation_space,
-            inputs.action_space,
-            discount=settings.gamma,
-            num_steps=settings.num_steps,
-            seed=inputs.seed,
-        )
+        return self.replay_maker()(0)
+
+    def replay_maker(self) -> ReplayMaker:
+        """Return what makes an empty buffer in any process."""
+        inputs = self._inputs
+        return ReplayMaker(inputs.observation_space, inputs.action_space, inputs.settings, inputs.seed)
 
     def train(self, buffer: ReplayBuffer) -> Metrics:
         """Take the updates that follow a fragment; none while the buffer has too few transitions."""
