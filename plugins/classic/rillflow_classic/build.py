@@ -176,7 +176,9 @@ def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
         pools.append(Pool(name=POLICIES, size=workers.policy_workers, world=1))
     if workers.trainers > 1:
         pools.append(Pool(name=TRAINERS, size=workers.trainers))
-    backend.open(pools)
+    further = algorithm_of(parts.algorithm).pools
+    sizes = further(parts.settings) if further else {}
+    backend.open([*pools, *(Pool(name=name, size=size, world=1) for name, size in sizes.items())])
     learners = parts.learners()
     if workers.trainers > 1:
         make = partial(make_trainer, parts)

@@ -75,6 +75,10 @@ class CallSystem:
             if learner is None or learner is each:
                 self._loads += self.actors.call_all("load", each.version, each.weights(), name)
 
+    def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """See System."""
+        return self.actors.beside(pool, make)
+
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Return the result of a method of every actor, which runs between two fragments.
 
@@ -249,6 +253,10 @@ class StreamSystem:
         for name, each in self.learners.items():
             if (learner is None or learner is each) and name in self.transport.spec.weights:
                 self._writer.publish(name, each.version, each.weights())
+
+    def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """See System."""
+        return self._actors.workers.beside(pool, make)
 
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Stop all workers, return the result of a method of every actor, and let the workers go on."""
