@@ -243,6 +243,9 @@ def test_a_sweep_ranks_cases_by_their_returns(recipe: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert "lr=0.001" in said and "mean return" in said
     assert main(["sweep", "sweep.toml", "--table"]) == 0
+    run = next(Path("runs/sweeps").glob("*/lr=0.001/seed-1"))
+    assert main(["report", str(run)]) == 0
+    assert "Episode return, 2 seeds" in (run / layout.REPORT).read_text()
 
 
 def test_a_video_of_an_episode_is_in_the_report(recipe: Path) -> None:
