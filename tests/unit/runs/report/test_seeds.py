@@ -31,7 +31,7 @@ def test_the_report_of_a_sweeps_run_draws_the_mean_of_all_seeds(tmp_path: Path) 
     assert seeds_of(runs[1]) == runs
     page = "".join(draw_seeds(runs[0]))
     assert "Episode return, 2 seeds" in page and "Evaluation: mean return, 2 seeds" in page
-    assert '>11.0<' in page, "the last common step has the values 10 and 12"
+    assert ">11.0<" in page, "the last common step has the values 10 and 12"
 
 
 def test_a_run_of_its_own_has_no_seeds(tmp_path: Path) -> None:
