@@ -105,16 +105,36 @@ def test_a_run_writes_what_every_run_writes(recipe: Path, capsys: pytest.Capture
     assert "is finished" in capsys.readouterr().out
 
 
-def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(recipe: Path) -> None:
-    whole = rillflow.train(recipe, dir="whole", quiet=True)
+DQN = {"algorithm.name": "dqn", "algorithm.learning_starts": 100, "algorithm.updates": 2}
+TWO = {
+    "environment": {"id": "MultiAgentCartPole-v0", "run": "inline"},
+    "policies": {"ppo": "agent_[02]", "dqn": "agent_[13]"},
+    "algorithm": {"name": "two_trainers", "steps": 10, "dqn": {"learning_starts": 100, "updates": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="ppo"),
+        pytest.param({"environment.normalise_observations": True}, id="normalised"),
+        pytest.param({"network.kind": "lstm", "algorithm.minibatches": 2}, id="lstm"),
+        pytest.param(DQN, id="dqn"),
+        pytest.param(TWO, id="two trainers"),
+    ],
+)
+def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
+    recipe: Path, settings: dict[str, Any]
+) -> None:
+    whole = rillflow.train(recipe, dir="whole", quiet=True, settings=settings)
 
     def stop(result: Any) -> None:
         if result.step == 6:
             result.run.stop()
 
-    part = rillflow.train(recipe, dir="part", quiet=True, callbacks=[stop])
+    part = rillflow.train(recipe, dir="part", quiet=True, callbacks=[stop], settings=settings)
     assert len(part.metrics) == 6 and not part.is_finished
-    part = rillflow.train(recipe, dir="part", quiet=True)
+    part = rillflow.train(recipe, dir="part", quiet=True, settings=settings)
     assert part.is_finished
     assert content(part.path) == content(whole.path)
     assert weights(part.path, 10) == weights(whole.path, 10)
