@@ -11,7 +11,6 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,7 +26,6 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.remote import is_url
 from rillflow.rewards.source import shipped
 from rillflow.runs.error_lines import innermost_line
-from rillflow.runs.summary import Summary
 from rillflow.tasks.files import ENDINGS, GIVEN, Rows
 from rillflow.tasks.huggingface import HUB, relative_source
 
@@ -86,8 +84,7 @@ def train(
     """
     over, rows = dict(settings or {}), None if isinstance(prompts, str | Path) else prompts
     base = Path() if isinstance(recipe, Mapping) else Path(recipe).parent
-    if KIND in RecipeSource.of(recipe, ()).data:
-        _refuse(recipe, {"prompts": prompts, "reward": reward, "algorithms": algorithms})
+    _refuse(recipe, {"prompts": prompts, "reward": reward, "algorithms": algorithms or None})
     if prompts is not None:
         over["task.source"] = GIVEN if rows is not None else _relative(str(prompts), base)
     named, functions = _rewards(reward, base)
@@ -95,31 +92,27 @@ def train(
     _require_callable(callbacks)
     if dir is not None:
         over["run.dir"] = str(dir)
-    opened = open_recipe(recipe, over, algorithms)
-    asked = Interruption()
+    opened, asked = open_recipe(recipe, over, algorithms), Interruption()
+    if isinstance(opened, LoadedRecipe) and rows is not None and not _holds_out(opened, recipe):
+        over |= {"task.held_out": 0, "task.held_out_source": None}
+        opened = load_recipe(recipe, over, algorithms)
     run = Run(opened.directory, asked)
-    told = _Callbacks(callbacks, run)
-    if isinstance(opened, LoadedRecipe):
-        given = Given(rows=rows, reward=functions)
-        if rows is not None and not _holds_out(opened, recipe):
-            opened = load_recipe(
-                recipe, {**over, "task.held_out": 0, "task.held_out_source": None}, algorithms
-            )
-        start: Callable[..., Summary] = partial(launch, opened.recipe, opened.base, given=given)
-    else:
-        start = opened.run
+    how: Any = {"fresh": fresh, "quiet": quiet, "told": _Callbacks(callbacks, run), "interruption": asked}
     try:
-        start(fresh=fresh, quiet=quiet, told=told, interruption=asked)
+        if isinstance(opened, LoadedRecipe):
+            launch(opened.recipe, opened.base, given=Given(rows=rows, reward=functions), **how)
+        else:
+            opened.run(**how)
     except Interrupted:
         if not run.is_stopped:
             raise
     return run
 
 
-def _refuse(recipe: object, given: Mapping[str, object]) -> None:
+def _refuse(recipe: str | Path | Mapping[str, Any], given: Mapping[str, object]) -> None:
     """Refuse arguments about a language model for a recipe of another kind."""
-    name = next((name for name, value in given.items() if value is not None and value != ()), "")
-    if name:
+    name = next((name for name, value in given.items() if value is not None), "")
+    if name and KIND in RecipeSource.of(recipe, ()).data:
         raise ConfigError(
             f"{name} is given for {'a recipe' if isinstance(recipe, Mapping) else recipe} with a {KIND}",
             why="it is for recipes of language models",

@@ -322,10 +322,11 @@ def require_language_model(recipe: LoadedRecipe | PluginRecipe) -> LoadedRecipe:
     """Return a recipe of a language model; refuse one of another kind."""
     if isinstance(recipe, LoadedRecipe):
         return recipe
-    raise _other_kind(f"the recipe of {recipe.directory}")
+    raise other_kind(f"the recipe of {recipe.directory}")
 
 
-def _other_kind(what: str) -> ConfigError:
+def other_kind(what: str) -> ConfigError:
+    """Return the error of a command for language models that was given something else."""
     return ConfigError(
         f"{what} trains no language model",
         why="it names another kind, and this command is for language models",
@@ -351,7 +352,7 @@ def load_recipe(
     found = RecipeSource.of(source, overrides)
     path, data, settings = found.path, found.data, found.overrides
     if KIND in data:
-        raise _other_kind(str(path))
+        raise other_kind(str(path))
     kind, asked = recipe_class(algorithms), without_auto(apply_overrides(data, settings))
     recipe = _with_models_of_runs(validate(kind, asked, str(path)), path.parent)
     chosen = choices(recipe, path.parent)

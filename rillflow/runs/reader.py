@@ -182,6 +182,16 @@ class EvaluationRecord(Evaluation):
         return self.correct / self.count if self.count else float("nan")
 
     @property
+    def title(self) -> str:
+        """Heading of the value. Example: ``Held-out accuracy``."""
+        return self.name.capitalize() if self.is_return else f"Held-out {self.name}"
+
+    @property
+    def rows(self) -> str:
+        """The evaluated rows, counted. Example: ``500 problems``."""
+        return f"{self.count:,} {'episodes' if self.is_return else 'problems'}"
+
+    @property
     def value(self) -> float:
         """Value that judges a run: the accuracy if there is one, otherwise the mean reward."""
         return self.mean_reward if self.accuracy is None else self.accuracy

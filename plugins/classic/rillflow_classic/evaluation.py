@@ -73,7 +73,10 @@ class GreedyPlayer:
                 self._states[name] = restarted(acted.state, fresh, self.ended[slots])
         assert actions is not None, "every environment has an agent"
         stepped = self._environment.step(actions)
-        self._observations, self.ended = stepped.observations, stepped.terminated | stepped.truncated
+        self._observations, self.ended = (
+            stepped.observations,
+            np.logical_or(stepped.terminated, stepped.truncated),
+        )
         return stepped.episodes
 
 

@@ -37,19 +37,21 @@ from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
 from rillflow.runs.environment import environment
 from rillflow.runs.progress import Progress
-from rillflow.runs.reader import best_checkpoint, read_evaluations, read_metrics
+from rillflow.runs.reader import RankSpan, SpanRecord, best_checkpoint, read_evaluations, read_metrics
 from rillflow.runs.run_directory import RunDirectory, set_aside
 from rillflow.runs.summary import Summary, summarise
-from rillflow_classic.build import Parts, open_system
-from rillflow_classic.environments.make import make_environment
+from rillflow_classic.build import EnvironmentStatistics, Parts, open_system
+from rillflow_classic.environments.make import make_environment, make_video_environment
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.evaluation import GreedyPlayer, judged_episodes, num_slots, play
-from rillflow_classic.system import CallSystem
+from rillflow_classic.operators.context import OperatorWork, PlanContext
 from rillflow_classic.video import record_video
+from rillflow_classic.workers.population import PopulationSystem, open_population
 
 if TYPE_CHECKING:
     from rillflow.graph.graph import Graph
     from rillflow.runs.trackers.process import Trackers
+    from rillflow_classic.algorithm import System
     from rillflow_classic.recipe import LoadedClassicRecipe
 
 MAY_CHANGE = (
@@ -128,7 +130,7 @@ def _train(
         progress.note(f"starting again{again}")
     for change in run.changes:
         progress.note(f"changed: from step {kept + 1} on, {change.key}: {change.old!r} -> {change.new!r}")
-    start = {"base": str(loaded.base.absolute()), "after_step": kept}
+    start: dict[str, Any] = {"base": str(loaded.base.absolute()), "after_step": kept}
     start["placement"] = loaded.recipe.workers.model_dump(mode="json")
     run.log_start({**environment(device="cpu", command=command), **start})
     trackers.start()
@@ -136,8 +138,10 @@ def _train(
         with ExitStack() as stack:
             if loaded.recipe.run.threads:
                 torch.set_num_threads(loaded.recipe.run.threads)
-            system = open_system(Parts.of(loaded), stack)
-            ClassicLoop(loaded, run, progress, asked, system, stack).run(checkpoint)
+            parts = Parts.of(loaded)
+            population = loaded.recipe.population
+            system = open_population(parts, population, stack) if population else open_system(parts, stack)
+            ClassicLoop(loaded, parts, run, progress, asked, system).run(checkpoint)
     except RillflowError as error:
         error.is_underway = True
         raise
@@ -149,25 +153,27 @@ class ClassicLoop:
 
     Args:
         loaded: the recipe.
+        parts: what workers are made from.
         run: the open run directory.
         progress: the display for the user.
         asked: tells whether the user wants to stop.
         system: the workers.
-        stack: ends what the loop starts.
     """
 
     def __init__(
         self,
         loaded: LoadedClassicRecipe,
+        parts: Parts,
         run: RunDirectory,
         progress: Progress,
         asked: Interruption,
-        system: CallSystem,
-        stack: ExitStack,
+        system: System | PopulationSystem,
     ) -> None:
         self._loaded, self._recipe, self._run_directory = loaded, loaded.recipe, run
-        self._progress, self._asked, self._system, self._stack = progress, asked, system, stack
-        self._parts = Parts.of(loaded)
+        self._progress, self._asked, self._system, self._parts = progress, asked, system, parts
+        settings = parts.environment
+        is_normalised = settings.normalise_observations or settings.normalise_rewards
+        self._statistics = EnvironmentStatistics(system) if is_normalised else None
         self._name, self._steps = loaded.algorithm.name, self._recipe.steps
         self._evaluated = {record.step for record in read_evaluations(run.path)}
 
@@ -180,6 +186,9 @@ class ClassicLoop:
         system, step = self._system, 0
         for name, learner in system.learners.items():
             system.kept.keep(name, lambda learner=learner: learner)  # type: ignore[misc]
+        if self._statistics is not None:
+            statistics = self._statistics
+            system.kept.keep("environments", lambda: statistics)
         if checkpoint is not None:
             system.kept.read(checkpoint)
             step = checkpoint.step
@@ -197,20 +206,26 @@ class ClassicLoop:
         every = self._recipe.run.checkpoint_every
         last = min(self._steps, step - step % every + every)
         self._system.reset(seed_of(self._recipe.run.seed, step))
-        plan: Iterator[Metrics] = iter(self._loaded.algorithm.plan(self._system, self._loaded.settings))
-        began = time.perf_counter()
+        if isinstance(self._system, PopulationSystem):
+            plan: Any = self._system.plan()
+        else:
+            plan = self._loaded.algorithm.plan(self._system, self._loaded.settings)
+        context = PlanContext()
+        items = plan.run(context)
         while step < last:
-            metrics, step = next(plan), step + 1
+            began_s, elapsed_s = time.perf_counter(), self._run_directory.elapsed_s()
+            metrics, step = {**next(items), **context.take_metrics()}, step + 1
+            took_s = time.perf_counter() - began_s
             self._run_directory.log_metrics(step, self._name, metrics)
-            now = time.perf_counter()
-            self._progress.step(self._name, step, metrics, now - began)
+            for span in spans_of(context.take_work(), step, began_s, took_s, elapsed_s):
+                self._run_directory.log_span(span)
+            self._progress.step(self._name, step, metrics, took_s)
             evaluate_every = self._recipe.evaluate.every
             if evaluate_every and step % evaluate_every == 0:
                 self._evaluate(step)
-            began = time.perf_counter()
             if self._asked.requested and step < last:
                 raise self._stopped(step)
-        del plan
+        del items
         self._save(step)
         if self._asked.requested and step < self._steps:
             raise self._stopped(step)
@@ -265,12 +280,41 @@ class ClassicLoop:
     ) -> Iterator[tuple[GreedyPlayer, VectorEnvironment]]:
         """Yield a player of the present weights, with its environment."""
         seed = seed_of(self._recipe.run.seed, step, EVALUATED)
-        environment = make_environment(self._parts.environment, slots, seed=seed, show=show)
+        settings = self._parts.environment
+        if show:
+            environment = make_video_environment(settings, seed=seed)
+        else:
+            environment = make_environment(settings, slots, seed=seed)
+        if self._statistics is not None:
+            environment.restore(self._statistics.newest(), frozen=True)
         policies = {name: learner.policy for name, learner in self._system.learners.items()}
         try:
             yield GreedyPlayer(environment, policies, self._parts.routes, seed), environment
         finally:
             environment.close()
+
+
+def spans_of(
+    work: Mapping[str, OperatorWork], step: int, began_s: float, took_s: float, elapsed_s: float
+) -> list[SpanRecord]:
+    """Return the spans of a step: a stage for each operator, and the wait for the actors between them.
+
+    Args:
+        work: work of the operators.
+        step: number of the step.
+        began_s: start of the step on the operators' clock.
+        took_s: duration of the step.
+        elapsed_s: start of the step in seconds of the run.
+    """
+    waited_s = max(0.0, took_s - sum(each.spent_s for each in work.values()))
+    found = {"actors.wait": OperatorWork(began_s=began_s, spent_s=waited_s)}
+    found |= {f"plan.{label}": each for label, each in work.items()}
+    spans = []
+    for stage, each in found.items():
+        start_s = elapsed_s + max(0.0, each.began_s - began_s)
+        rank = RankSpan(rank=0, start_s=start_s, duration_s=each.spent_s, rows=0, tokens=0)
+        spans.append(SpanRecord.of_ranks([rank], 1, step=step, stage=stage, pool="controller", after=()))
+    return spans
 
 
 def seed_of(*parts: int) -> int:

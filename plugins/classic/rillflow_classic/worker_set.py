@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rillflow.workers.backend import Backend, Place, Site
+from rillflow.workers.backend import Backend, Place, Replacement, Site
 
 T = TypeVar("T")
 DEADLINE_S = 600.0
@@ -59,7 +59,7 @@ class WorkerSet(Generic[T]):
     """
 
     def __init__(self, backend: Backend, pool: str, make: Callable[[int], T]) -> None:
-        self._backend = backend
+        self._backend, self._made_by = backend, make
         self.pool = pool
         """Name of its pool."""
         self.size = backend.pools[pool]
@@ -79,9 +79,21 @@ class WorkerSet(Generic[T]):
         """Run ``work(worker)`` at one worker."""
         return self.submit(index, _run, work)
 
+    def beside(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """Return workers of another kind on another pool of the same backend."""
+        return WorkerSet(self._backend, pool, make)
+
+    def replace(self, index: int) -> Replacement:
+        """Start a new process for a lost worker, without its object: see ``make_again``."""
+        return self._backend.replace([Place(self.pool, index)])
+
+    def make_again(self, index: int) -> WorkerCall:
+        """Construct a worker anew on its rank, whose replacement is ready."""
+        return self.submit(index, _make, self._made_by)
+
     def wait_any(self, calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:
         """Wait until one of several calls is ready; return False on timeout."""
-        return self._backend.wait_for_any([each.reference for each in calls], deadline_s)
+        return wait_any(calls, deadline_s)
 
     @property
     def is_open(self) -> bool:
@@ -109,3 +121,8 @@ def _call(site: Site, name: str, method: str, arguments: tuple[Any, ...]) -> Any
 
 def _run(site: Site, name: str, work: Callable[[Any], Any]) -> Any:
     return work(site.objects[name])
+
+
+def wait_any(calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:
+    """Wait until one of several calls on one backend is ready; return False on timeout."""
+    return calls[0].backend.wait_for_any([each.reference for each in calls], deadline_s)

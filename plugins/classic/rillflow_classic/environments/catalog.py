@@ -10,11 +10,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gymnasium
 
@@ -24,9 +26,7 @@ from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.envpool_adapter import envpool_ids
 from rillflow_classic.environments.lanes import GymnasiumLane, Lane, ParallelLane
 
-SHIPPED: Mapping[str, str] = {
-    "MultiAgentCartPole-v0": "rillflow_classic.environments.multi_agent_cartpole:MultiAgentCartPole"
-}
+SHIPPED = {"MultiAgentCartPole-v0": "rillflow_classic.environments.multi_agent_cartpole:MultiAgentCartPole"}
 """Multi-agent environments of this package."""
 ATARI = "ALE/"
 """Beginning of ale-py's ids; EnvPool's lack it."""
@@ -36,8 +36,8 @@ ATARI = "ALE/"
 class CatalogEntry:
     """An environment that a provider has."""
 
-    provider: Literal["gymnasium", "envpool", "parallel"]
-    """Who provides it."""
+    provider: str
+    """``gymnasium``, ``envpool`` or ``parallel``."""
     name: str
     """The provider's id."""
     make: Callable[..., Any] | None = None
@@ -65,97 +65,82 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
     Raises:
         ConfigError: nothing has this id, or the chosen provider has not.
     """
-    name, _, attribute = SHIPPED.get(config.id, config.id).rpartition(":")
-    if name and attribute.isidentifier():
-        return _class_entry(config, name, attribute)
-    pool, gym = envpool_ids(), _gymnasium_ids()
-    for provider, ids, names in (
-        ("envpool", pool, (config.id.removeprefix(ATARI),)),
-        ("gymnasium", gym, (config.id, ATARI + config.id)),
-    ):
-        if config.provider in ("auto", provider):
-            for each in names:
-                if each in ids:
-                    return CatalogEntry(provider=provider, name=each)  # type: ignore[arg-type]
-    if config.provider == "gymnasium" and ":" in config.id:
-        return CatalogEntry(provider="gymnasium", name=config.id)
-    raise _unknown(config, pool, gym)
+    module, _, name = SHIPPED.get(config.id, config.id).rpartition(":")
+    if module and name.isidentifier():
+        make = _loaded(config, module, name)
+        is_single = inspect.isclass(make) and issubclass(make, gymnasium.Env)
+        auto = "gymnasium" if is_single else "parallel"
+        return CatalogEntry(
+            provider=auto if config.provider == "auto" else config.provider, name=name, make=make
+        )
+    known = {"parallel": frozenset(SHIPPED)}
+    if config.provider in ("auto", "envpool"):
+        known["envpool"] = envpool_ids()
+        if (plain := config.id.removeprefix(ATARI)) in known["envpool"]:
+            return CatalogEntry(provider="envpool", name=plain)
+    if config.provider in ("auto", "gymnasium"):
+        if module:
+            _imported(config, module)  # "package:Id-v0": the package registers its ids
+        known["gymnasium"] = gymnasium_ids()
+        for each in (name, ATARI + name):
+            if each in known["gymnasium"]:
+                return CatalogEntry(provider="gymnasium", name=each)
+    every = frozenset.union(*known.values()) if config.provider == "auto" else known[config.provider]
+    spelled = {each.lower(): each for each in every}
+    _, *close = nearest(config.id.lower(), spelled).split("'")
+    raise ConfigError(
+        f"environment.id is {config.id!r}",
+        why="neither Gymnasium nor EnvPool nor ale-py has it"
+        if config.provider == "auto"
+        else f"environment.provider is {config.provider!r}, which has {len(every)} ids and not this one",
+        fix=f"did you mean {spelled[close[0]]!r}?"
+        if close
+        else "name a registered id, or a class as file.py:Class; pip install 'rillflow[classic]' for EnvPool",
+    )
 
 
-def _unknown(config: EnvironmentSettings, pool: frozenset[str], gym: frozenset[str]) -> ConfigError:
-    what = f"environment.id is {config.id!r}"
-    if config.provider == "envpool" and not pool:
-        return ConfigError(what, why="EnvPool is not installed", fix="pip install 'rillflow[classic]'")
-    lists = {"envpool": pool, "gymnasium": gym, "parallel": frozenset(SHIPPED)}
-    if config.provider == "auto":
-        known, who = frozenset.union(*lists.values()), "neither Gymnasium nor EnvPool nor ale-py has it"
-    else:
-        known, who = lists[config.provider], f"environment.provider is {config.provider}, which lacks it"
-    spelled = {each.lower(): each for each in known}
-    fix = nearest(config.id.lower(), spelled)
-    if not fix.startswith("did"):
-        return ConfigError(what, why=who, fix="name a registered id, or a class as file.py:Class")
-    return ConfigError(what, why=who, fix=f"did you mean {spelled[fix.split(chr(39))[1]]!r}?")
-
-
-def _gymnasium_ids() -> frozenset[str]:
+def gymnasium_ids() -> frozenset[str]:
+    """Return every id of Gymnasium, with ale-py's if it is installed."""
     if importlib.util.find_spec("ale_py") is not None:
         gymnasium.register_envs(importlib.import_module("ale_py"))
     return frozenset(gymnasium.registry)
 
 
-def _class_entry(config: EnvironmentSettings, module: str, attribute: str) -> CatalogEntry:
+def _loaded(config: EnvironmentSettings, module: str, name: str) -> Callable[..., Any]:
+    """Import a class or function from a file or a module."""
+    names = _imported(config, module)
+    if name in names and callable(names[name]):
+        made: Callable[..., Any] = names[name]
+        return made
+    classes = [each for each, value in names.items() if inspect.isclass(value)]
+    what, why = f"environment.id is {config.id!r}", f"{module} has no class {name!r}"
+    raise ConfigError(what, why=why, fix=nearest(name, classes))
+
+
+def _imported(config: EnvironmentSettings, module: str) -> dict[str, Any]:
+    """Return the names of a file or a module."""
+    what = f"environment.id is {config.id!r}"
     if config.provider == "envpool":
-        raise ConfigError(
-            f"environment.id is {config.id!r} and environment.provider is envpool",
-            why="EnvPool has environments of its own only",
-            fix='leave out environment.provider, or set it to "gymnasium" or "parallel"',
-        )
+        why, fix = "EnvPool has environments of its own only", "leave out environment.provider"
+        raise ConfigError(f"{what} and environment.provider is envpool", why=why, fix=fix)
     try:
-        loaded = _loaded(module) if module.endswith(".py") else importlib.import_module(module)
-    except ImportError as error:
+        if module.endswith(".py") and module not in sys.modules:
+            spec = importlib.util.spec_from_file_location(module, module)
+            assert spec is not None and spec.loader is not None
+            sys.modules[module] = loaded = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(loaded)
+        return vars(importlib.import_module(module))
+    except Exception as error:  # the user's file may raise anything
+        sys.modules.pop(module, None)
         raise ConfigError(
-            f"environment.id is {config.id!r}, and {error.name or module} cannot be imported",
-            why=str(error),
-            fix="install the package, or correct the module's name",
+            f"{what}, and {module} cannot be imported",
+            why=f"{type(error).__name__}: {error}",
+            fix="correct the name or the file, or install the package",
         ) from error
-    names = vars(loaded)
-    if attribute not in names or not callable(names[attribute]):
-        raise ConfigError(
-            f"environment.id is {config.id!r}",
-            why=f"{module} has no class {attribute!r}",
-            fix=nearest(attribute, [name for name, value in names.items() if inspect.isclass(value)]),
-        )
-    make = names[attribute]
-    is_single = inspect.isclass(make) and issubclass(make, gymnasium.Env)
-    provider = config.provider if config.provider != "auto" else ("gymnasium" if is_single else "parallel")
-    return CatalogEntry(provider=provider, name=attribute, make=make)
 
 
-def _loaded(file: str) -> Any:
-    """Import a file as a module, once."""
-    name = f"environment_of_{Path(file).stem}_{abs(hash(file))}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None or not Path(file).exists():
-            raise ConfigError(f"{file} cannot be loaded", why="it is no Python file that exists")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
-
-
-def make_lane(config: EnvironmentSettings, entry: CatalogEntry, slot: int = 0, *, show: bool = False) -> Lane:
-    """Make one environment.
-
-    Args:
-        config: its settings.
-        entry: what its id names; no EnvPool.
-        slot: its first slot, for errors.
-        show: whether it can render frames.
+def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool = False) -> Lane:
+    """Make one environment that is not EnvPool's.
 
     Raises:
         ConfigError: it cannot be made.
@@ -163,40 +148,41 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, slot: int = 0, *
     arguments = dict(config.arguments)
     try:
         if entry.make is None:
-            return GymnasiumLane(_registered(config, entry.name, arguments, show=show), entry.name, slot)
-        if show and "render_mode" in inspect.signature(entry.make).parameters:
+            made = _registered(config, entry.name, arguments, shows=shows)
+            return GymnasiumLane(made, entry.name, shows=shows)
+        if shows and "render_mode" in inspect.signature(entry.make).parameters:
             arguments.setdefault("render_mode", "rgb_array")
         made = entry.make(**arguments)
+        if entry.provider == "parallel":
+            return ParallelLane(made, entry.name, time_limit=config.time_limit, shows=shows)
+        if config.time_limit is not None:
+            made = gymnasium.wrappers.TimeLimit(made, config.time_limit)
+        return GymnasiumLane(made, entry.name, shows=shows)
     except ConfigError:
         raise
-    except gymnasium.error.DependencyNotInstalled as error:
-        raise ConfigError(
-            f"environment.id is {config.id!r}, and a package that it needs is not installed",
-            why=str(error),
-            fix="pip install 'rillflow-classic[mujoco]' for MuJoCo; otherwise what the line above names",
-        ) from error
     except Exception as error:  # the user's class may raise anything
+        is_missing = isinstance(error, gymnasium.error.DependencyNotInstalled | ImportError)
         raise ConfigError(
             f"the environment {config.id!r} cannot be made: {type(error).__name__}: {error}",
-            why=f"it was made with {arguments}",
-            fix="correct environment.arguments or the class",
+            why="a package that it needs is not installed"
+            if is_missing
+            else f"its arguments are {arguments}",
+            fix="pip install 'rillflow-classic[mujoco]' for MuJoCo, or what the line above names"
+            if is_missing
+            else "correct environment.arguments or the class",
         ) from error
-    if entry.provider == "parallel":
-        return ParallelLane(made, entry.name, slot, config.time_limit)
-    if config.time_limit is not None:
-        made = gymnasium.wrappers.TimeLimit(made, config.time_limit)
-    return GymnasiumLane(made, entry.name, slot)
 
 
 def _registered(
-    config: EnvironmentSettings, name: str, arguments: dict[str, Any], *, show: bool
+    config: EnvironmentSettings, name: str, arguments: dict[str, Any], *, shows: bool
 ) -> gymnasium.Env[Any, Any]:
-    if show:
+    if shows:
         arguments["render_mode"] = "rgb_array"
+        if "DISPLAY" not in os.environ and find_library("EGL"):
+            os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it on import; its default needs a screen
     if not name.startswith(ATARI):
-        return gymnasium.make(
-            name, max_episode_steps=config.time_limit, disable_env_checker=True, **arguments
-        )
+        limit = config.time_limit
+        return gymnasium.make(name, max_episode_steps=limit, disable_env_checker=True, **arguments)
     skip = int(arguments.pop("frame_skip", 4))
     plain = gymnasium.make(name, **{"frameskip": 1, "repeat_action_probability": 0.0, **arguments})
     if config.time_limit is not None:

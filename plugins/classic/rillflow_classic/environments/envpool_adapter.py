@@ -11,18 +11,26 @@ cost a third of a step of 8 CartPoles.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
+from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
-from rillflow_classic.environments.actions import ActionCheck
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.spaces import array_space
-from rillflow_classic.environments.vector import EpisodeTotals, Stepped, check_finite
+from rillflow_classic.environments.lanes import lane_seed
+from rillflow_classic.environments.vector import (
+    ActionCheck,
+    EpisodeTotals,
+    Slots,
+    Stepped,
+    array_space,
+    check_finite,
+)
 from rillflow_classic.fragment import Array
 
 _LONGEST = 2**30
@@ -38,57 +46,62 @@ def envpool_ids() -> frozenset[str]:
     return frozenset(envpool.list_all_envs())
 
 
-class EnvPoolEnvironment:
+class EnvPoolEnvironment(Slots):
     """Slots of one EnvPool.
 
     Args:
         name: EnvPool's id.
         config: settings; ``arguments`` are EnvPool's, such as num_threads.
         num_slots: number of slots N.
+        shows: whether Atari renders frames.
 
     Raises:
         ConfigError: EnvPool refuses an argument, or its spaces cannot be arrays.
     """
 
-    def __init__(self, name: str, config: EnvironmentSettings, num_slots: int) -> None:
-        self._name, self.num_slots = name, num_slots
-        self.agents: Sequence[str] = ("",) * num_slots
-        self._arguments = {"num_envs": num_slots, **config.arguments}
-        spec = _spec(name, self._arguments)
-        if "stack_num" in spec.config._fields and config.frame_stack:
-            self._arguments["stack_num"] = config.frame_stack
-        self._limit = config.time_limit or min(int(spec.config.max_episode_steps), _LONGEST)
-        self._arguments["max_episode_steps"] = self._limit + 1
-        spec = _spec(name, self._arguments)
-        if "max_num_players" in spec.config._fields and spec.config.max_num_players > 1:
+    def __init__(
+        self, name: str, config: EnvironmentSettings, num_slots: int, *, shows: bool = False
+    ) -> None:
+        import envpool
+
+        arguments = {"num_envs": num_slots, **config.arguments}
+        spec = _spec(name, arguments)
+        self.stacks = "stack_num" in spec.config._fields
+        """Whether the pool itself stacks observations."""
+        if self.stacks and config.frame_stack:
+            arguments["stack_num"] = config.frame_stack
+        self._limit = config.time_limit or min(spec.config.max_episode_steps, _LONGEST)
+        spec = _spec(name, arguments | {"max_episode_steps": self._limit + 1})
+        if spec.config.max_num_players > 1:
             raise ConfigError(
                 f"environment.id is {name!r} with {spec.config.max_num_players} players",
-                why="slots of EnvPool have one agent each",
-                fix='use a multi-agent environment with environment.provider = "parallel"',
+                why="a slot of EnvPool has one agent",
+                fix="use a multi-agent environment in PettingZoo's parallel form",
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            observation_space, action_space = spec.gymnasium_observation_space, spec.gymnasium_action_space
-        self.observation_space = array_space(observation_space, name)
-        self.action_space: gymnasium.Space[Any] = action_space
-        self._check = ActionCheck(action_space, num_slots, clip=config.clip_actions)
-        self._dtype = self.observation_space.dtype
-        self._is_real = np.issubdtype(self.observation_space.dtype, np.floating)
-        self._totals = EpisodeTotals(num_slots)
-        self._cut = np.zeros(num_slots, bool)
+            warnings.simplefilter("ignore")  # of float64 bounds
+            spaces = array_space(spec.gymnasium_observation_space, name), spec.gymnasium_action_space
+        super().__init__(("",) * num_slots, *spaces)
+        look = {"render_mode": "rgb_array"} if shows and self.stacks else {}
+        self._shows, self._dtype = bool(look), self.observation_space.dtype
+        self._make: Callable[..., Any] = partial(
+            envpool.make, name, env_type="gymnasium", max_episode_steps=self._limit + 1, **arguments, **look
+        )
+        self._check = ActionCheck(self.action_space, num_slots, clip=config.clip_actions)
+        self._is_real = np.issubdtype(self._dtype, np.floating)
+        self._totals, self._steps_left = EpisodeTotals(num_slots), self._limit
+        self._cut: NDArray[np.bool_] | None = None
         self._every = np.arange(num_slots, dtype=np.int32)
         self._pool: Any = None
 
     def reset(self, seed: int) -> Array:
         """Make a new pool with the seed, the only way to seed EnvPool, and reset it."""
-        import envpool
-
-        self._pool = envpool.make(self._name, env_type="gymnasium", seed=seed % 2**31, **self._arguments)
+        self._pool = self._make(seed=lane_seed(seed, 0))  # EnvPool gives slot i this seed plus i
         keys = list(self._pool._state_keys)
         self._order = [next(i for i, key in enumerate(keys) if key.split(":")[0] == name) for name in _FIELDS]
         self._action_dtype = self._pool._spec._action_spec[-1][0]
         self._totals.clear()
-        self._cut[:] = False
+        self._cut, self._steps_left = None, self._limit
         self._pool._reset(self._every)
         observations: Array = self._received()[0]
         return observations
@@ -96,27 +109,35 @@ class EnvPoolEnvironment:
     def step(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.step``."""
         actions = self._check(actions).astype(self._action_dtype, order="C", copy=False)
-        if self._cut.any():
-            observations, rewards, done, truncated = self._stepped_in_parts(actions)
-        else:
+        if self._cut is None:
             self._pool._send([self._every, self._every, actions])
             observations, rewards, done, truncated = self._received()
-        if self._is_real and not np.isfinite(np.add.reduce(observations, axis=None)):
+        else:
+            observations, rewards, done, truncated = self._stepped_in_parts(actions, self._cut)
+        if self._is_real and not math.isfinite(np.add.reduce(observations, axis=None)):
             check_finite(observations, "observation")
-        terminated = done & ~truncated
-        self._cut = (self._totals.lengths + 1 >= self._limit) & ~done
-        truncated = truncated | (self._totals.lengths + 1 >= self._limit)
+        ended, terminated, self._cut = done, done, None
+        if np.count_nonzero(truncated):
+            terminated = done & ~truncated
+        self._steps_left -= 1
+        if self._steps_left <= 0:  # only now can a slot have reached the limit
+            lengths = self._totals.lengths + 1
+            late = lengths >= self._limit
+            cut, truncated, ended = late & ~done, truncated | late, done | late
+            self._cut = cut if cut.any() else None
+            self._steps_left = self._limit - int(lengths[~late].max(initial=0))
+        episodes = self._totals.add(rewards, ended)
         return Stepped(
             observations=observations,
             rewards=rewards,
             terminated=terminated,
             truncated=truncated,
-            episodes=self._totals.add(rewards, done | truncated),
+            episodes=episodes,
         )
 
-    def _stepped_in_parts(self, actions: Array) -> list[Any]:
+    def _stepped_in_parts(self, actions: Array, cut: NDArray[np.bool_]) -> list[Any]:
         """Reset the slots that this adapter has cut, and step the others."""
-        ids, others = self._every[self._cut], self._every[~self._cut]
+        ids, others = self._every[cut], self._every[~cut]
         self._pool._reset(ids)
         parts = [(ids, self._received())]
         if len(others):
@@ -131,24 +152,13 @@ class EnvPoolEnvironment:
 
     def _received(self) -> list[Any]:
         arrays = self._pool._recv()
-        observations, rewards, done, truncated = (arrays[index] for index in self._order)
-        return [observations.astype(self._dtype, copy=False), rewards, done, truncated]
+        observation, reward, done, truncated = self._order
+        observations = arrays[observation].astype(self._dtype, copy=False)
+        return [observations, arrays[reward], arrays[done], arrays[truncated]]
 
     def render(self, slot: int) -> Array | None:
-        """Return None; ``make_video_environment`` makes environments that show something."""
-        del slot
-        return None
-
-    def state(self) -> Mapping[str, Array]:
-        """Return no statistics."""
-        return {}
-
-    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """End the pool and its threads."""
-        self._pool = None
+        """Return a frame of a slot if ``show`` is set and the id is one of Atari; None otherwise."""
+        return self._pool.render(np.array([slot], np.int32))[0] if self._shows else None
 
 
 def _spec(name: str, arguments: Mapping[str, Any]) -> Any:
@@ -156,7 +166,7 @@ def _spec(name: str, arguments: Mapping[str, Any]) -> Any:
 
     try:
         return envpool.make_spec(name, **arguments)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+    except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
         raise ConfigError(
             f"EnvPool cannot make {name!r} with {dict(arguments)}",
             why=str(error).splitlines()[0] if str(error) else repr(error),

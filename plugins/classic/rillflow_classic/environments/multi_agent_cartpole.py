@@ -17,14 +17,18 @@ class MultiAgentCartPole:
 
     Args:
         num_agents: number of agents.
+        render_mode: ``rgb_array`` draws the first agent.
         id: Gymnasium's id of the environment of one agent.
     """
 
-    def __init__(self, num_agents: int = 4, id: str = "CartPole-v1") -> None:
+    def __init__(self, num_agents: int = 4, id: str = "CartPole-v1", render_mode: str | None = None) -> None:
         self.possible_agents = [f"agent_{index}" for index in range(num_agents)]
         self.agents: list[str] = []
         """Agents that have not ended."""
-        self._poles = {agent: gymnasium.make(id, disable_env_checker=True) for agent in self.possible_agents}
+        self._poles = {
+            agent: gymnasium.make(id, disable_env_checker=True, render_mode=render_mode)
+            for agent in self.possible_agents
+        }
 
     def observation_space(self, agent: str) -> gymnasium.Space[Any]:
         """Return the space of an agent's observation."""
@@ -51,8 +55,9 @@ class MultiAgentCartPole:
         self.agents = [agent for agent, each in stepped.items() if not (each[2] or each[3])]
         return tuple({agent: each[place] for agent, each in stepped.items()} for place in range(5))
 
-    def render(self) -> None:
-        """Return no frame."""
+    def render(self) -> Any:
+        """Return a frame of the first agent; None without a render mode."""
+        return self._poles[self.possible_agents[0]].render()
 
     def close(self) -> None:
         """Close all CartPoles."""

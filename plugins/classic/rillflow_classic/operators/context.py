@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any, TypeVar
 
 from rillflow.records.metrics import Metrics, Sum, merge_metrics
@@ -57,6 +60,16 @@ class SourceWorker:
         return self.workers.call(self.index, method, *arguments)
 
 
+@dataclass(kw_only=True)
+class OperatorWork:
+    """Time in the calls of an operator's function."""
+
+    began_s: float
+    """Start of the first one, on ``perf_counter``."""
+    spent_s: float
+    """Seconds in all of them."""
+
+
 class PlanContext:
     """What the operators of one run of a plan share; a worker has a context of its own for its transforms.
 
@@ -78,6 +91,7 @@ class PlanContext:
         """Recorded since the last ``take_metrics``."""
         self.notes: list[str] = []
         """What happened that a reader of the run should know: lost workers."""
+        self._work: dict[str, OperatorWork] = {}
         self._shared: dict[Any, Any] = {}
         self._sent: list[WorkerCall] = []
 
@@ -88,6 +102,20 @@ class PlanContext:
     def take_metrics(self) -> Metrics:
         """Return the recorded metrics, and begin anew."""
         found, self.metrics = self.metrics, {}
+        return found
+
+    def worked(self, label: str, began_s: float) -> None:
+        """Count the time of an operator's call that began at a time of ``perf_counter`` and ends now."""
+        known = self._work.get(label)
+        spent_s = time.perf_counter() - began_s
+        if known is None:
+            self._work[label] = OperatorWork(began_s=began_s, spent_s=spent_s)
+        else:
+            known.spent_s += spent_s
+
+    def take_work(self) -> dict[str, OperatorWork]:
+        """Return the work of every operator by label, and begin anew."""
+        found, self._work = self._work, {}
         return found
 
     def lost(self, source: SourceWorker, reason: Exception) -> None:
@@ -129,3 +157,13 @@ class Operator:
     """Returns the function for one run."""
     queue: object = None
     """Queue that it fills."""
+
+
+def label_of(function: Callable[..., Any] | Operator) -> str:
+    """Return the name of a function or an operator for drawings and errors."""
+    if isinstance(function, Operator):
+        return function.label
+    if isinstance(function, partial):
+        return label_of(function.func)
+    name = function.__name__ if isinstance(function, FunctionType | type) else type(function).__name__
+    return "function" if name == "<lambda>" else name

@@ -18,22 +18,22 @@ The loop of a plan (``LocalIterator.__iter__``)
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Self
 
 from rillflow.errors import ClusterError, GraphError
 from rillflow.graph.graph import Graph
 from rillflow_classic.operators import nodes
-from rillflow_classic.operators.context import NotReady, Operator, PlanContext
+from rillflow_classic.operators.context import NotReady, Operator, PlanContext, label_of
 from rillflow_classic.operators.nodes import PlanNode
-from rillflow_classic.operators.shards import Method, Shards, Transform
-from rillflow_classic.worker_set import DEADLINE_S, WorkerSet
+from rillflow_classic.operators.shards import Function, Method, Shards, Transform, transformed
+from rillflow_classic.worker_set import DEADLINE_S, WorkerSet, wait_any
 
 POLL_S = 0.001
 """Pause before a source outside the plan is asked again."""
@@ -46,30 +46,38 @@ Weight = int | str
 class _Transforms(ABC):
     """Transforms of both iterators: at the source worker before a gather, in this process after it."""
 
-    @abstractmethod
-    def _then(self, label: str, transform: Transform, function: object = None) -> Self:
-        """Add a transform of the sequence of items, which applies a function."""
+    node: PlanNode
+    """Its node in the plan's graph."""
 
-    def for_each(self, function: Callable[[Any], Any] | Operator) -> Self:
+    def check(self) -> None:
+        """Refuse a plan that cannot run; see ``nodes.check``. Nothing starts."""
+        nodes.check(self.node)
+
+    @abstractmethod
+    def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
+        """Apply a function; if ``is_flat``, each element of its result is an item."""
+
+    def for_each(self, function: Function) -> Self:
         """Apply a function to every item; while it returns NotReady, it is called again later."""
-        return self._then(label_of(function), partial(_for_each, function), function)
+        return self._then(label_of(function), function)
+
+    def combine(self, function: Function) -> Self:
+        """Apply a function that returns any number of items: for_each, then flatten."""
+        return self._then(f"combine {label_of(function)}", function, is_flat=True)
+
+    def flatten(self) -> Self:
+        """Return the elements of every item, one by one."""
+        return self._then("flatten", iter, is_flat=True)
 
     def filter(self, function: Callable[[Any], bool]) -> Self:
         """Keep the items for which a function is true."""
-        return self._then(f"filter {label_of(function)}", partial(_filter, function))
+        label = f"filter {label_of(function)}"
+        return self._then(label, lambda item: (item,) if function(item) else (), is_flat=True)
 
     def batch(self, size: int) -> Self:
         """Join ``size`` items into a list."""
         _at_least_one("a batch", size)
-        return self._then(f"batch {size}", partial(_batch, size))
-
-    def flatten(self) -> Self:
-        """Return the elements of every item, one by one."""
-        return self._then("flatten", _flatten)
-
-    def combine(self, function: Callable[[Any], Iterable[Any]] | Operator) -> Self:
-        """Apply a function that returns any number of items: for_each, then flatten."""
-        return self._then(f"combine {label_of(function)}", partial(_combine, function), function)
+        return self._then(f"batch {size}", collect("", lambda held: len(held) == size), is_flat=True)
 
 
 class LocalIterator(_Transforms):
@@ -101,27 +109,18 @@ class LocalIterator(_Transforms):
         self.check()
         return _driven(self.start(context), context)
 
-    def check(self) -> None:
-        """Refuse a plan that cannot run; see ``nodes.check``. Nothing starts."""
-        nodes.check(self.node)
-
     def graph(self, name: str) -> Graph:
         """Return the plan as a graph that ``rillflow graph`` draws."""
         return nodes.as_graph(self.node, name)
 
     def zip_with_source(self) -> LocalIterator:
         """Pair every item with the worker it came from: ``(SourceWorker, item)``."""
-        return self._then("zip_with_source", _zip_with_source)
+        paired = Operator(label="zip_with_source", begin=lambda context: lambda item: (context.source, item))
+        return self.for_each(paired)
 
-    def union(
-        self,
-        *others: LocalIterator,
-        mode: str = "round_robin",
-        weights: Sequence[Weight] | None = None,
-        output_indexes: Sequence[int] | None = None,
-    ) -> LocalIterator:
+    def union(self, *others: LocalIterator, mode: str = "round_robin", **how: Any) -> LocalIterator:
         """Return the items of several iterators; see ``concurrently``."""
-        return concurrently([self, *others], mode, weights=weights, output_indexes=output_indexes)
+        return concurrently([self, *others], mode, **how)
 
     def duplicate(self, copies: int, capacity: int = 16) -> tuple[LocalIterator, ...]:
         """Return iterators that each have every item.
@@ -139,17 +138,15 @@ class LocalIterator(_Transforms):
             return shared.copy(index, context)
 
         return tuple(
-            LocalIterator(
-                PlanNode(label=f"copy {index}", kind=nodes.COPY, inputs=(split,)), partial(started, index)
-            )
+            LocalIterator(PlanNode(label=f"copy {index}", inputs=(split,)), partial(started, index))
             for index in range(copies)
         )
 
-    def _then(self, label: str, transform: Transform, function: object = None) -> Self:
+    def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
         queue = function.queue if isinstance(function, Operator) else None
         kind = nodes.TRANSFORM if queue is None else nodes.ENQUEUE
         node = PlanNode(label=label, kind=kind, inputs=(self.node,), queue=queue)
-        return type(self)(node, lambda context: transform(context, self.start(context)))
+        return type(self)(node, lambda context: transformed(function, is_flat, context, self.start(context)))
 
 
 class ParallelIterator(_Transforms):
@@ -160,11 +157,7 @@ class ParallelIterator(_Transforms):
 
     def __iter__(self) -> Iterator[Any]:
         self.check()
-        raise AssertionError("a parallel iterator never passes its check")
-
-    def check(self) -> None:
-        """Raise GraphError: it must be gathered."""
-        nodes.check(self.node)
+        return iter(())
 
     def batch_across_workers(self) -> LocalIterator:
         """Return lists of one item of each worker, in their order.
@@ -193,7 +186,7 @@ class ParallelIterator(_Transforms):
     def _gathered(self, label: str, start: Start) -> LocalIterator:
         return LocalIterator(PlanNode(label=label, inputs=(self.node,)), start)
 
-    def _then(self, label: str, transform: Transform, function: object = None) -> Self:
+    def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
         if isinstance(function, Operator) and function.queue is not None:
             raise GraphError(
                 f"{label} runs on {self.node.role}",
@@ -201,7 +194,9 @@ class ParallelIterator(_Transforms):
                 fix="gather first, then enqueue",
             )
         node = PlanNode(label=label, inputs=(self.node,), role=self.node.role, is_parallel=True)
-        return type(self)(node, replace(self._shards, transforms=(*self._shards.transforms, transform)))
+        transform: Transform = partial(transformed, function, is_flat)
+        shards = replace(self._shards, transforms=(*self._shards.transforms, transform))
+        return type(self)(node, shards)
 
 
 def from_workers(workers: WorkerSet[Any], method: Method, *arguments: Any) -> ParallelIterator:
@@ -259,28 +254,19 @@ def concurrently(
     kept = range(len(flows)) if output_indexes is None else output_indexes
     shares = [1] * len(flows) if weights is None else list(weights)
     _check_flows(flows, mode, shares, kept)
-    blocks = [mode == "round_robin" and share != "*" for share in shares]
-    most = [
-        None if share == "*" else int(share) * (1 if mode == "round_robin" else AT_ONCE) for share in shares
-    ]
+    many = 1 if mode == "round_robin" else AT_ONCE
+    limits = [math.inf if share == "*" else int(share) * many for share in shares]
 
     def started(context: PlanContext) -> Iterator[Any]:
-        streams = [_Turn(each.start(context), context) for each in flows]
-        return _merged(streams, most, blocks, kept)
+        turns = [
+            _Turn(flow.start(context), context, limit, waits=mode == "round_robin" and limit != math.inf)
+            for flow, limit in zip(flows, limits, strict=True)
+        ]
+        return _merged(turns, [turns[index] for index in kept])
 
-    node = PlanNode(label=f"concurrently {mode}", kind=nodes.UNION, inputs=tuple(each.node for each in flows))
+    shown = "" if output_indexes is None else f", output {', '.join(str(each) for each in kept)}"
+    node = PlanNode(label=f"concurrently {mode}{shown}", inputs=tuple(each.node for each in flows))
     return LocalIterator(node, started)
-
-
-class FlowQueue:
-    """A queue from one flow to another; its content belongs to a run of the plan."""
-
-    def __init__(self, initial: Sequence[Any]) -> None:
-        self._initial = initial
-
-    def held(self, context: PlanContext) -> deque[Any]:
-        """Return its content in a run."""
-        return context.shared(self, lambda: deque((item, None) for item in self._initial))
 
 
 def queue(capacity: int, initial: Sequence[Any] = ()) -> tuple[Operator, LocalIterator]:
@@ -291,42 +277,57 @@ def queue(capacity: int, initial: Sequence[Any] = ()) -> tuple[Operator, LocalIt
         initial: items it begins with; the delay that a cycle needs.
     """
     _at_least_one("the capacity of a queue", capacity)
-    made = FlowQueue(tuple(initial))
+    key = object()
+
+    def held(context: PlanContext) -> deque[Any]:
+        return context.shared(key, lambda: deque[Any]((item, None) for item in initial))
 
     def begin(context: PlanContext) -> Callable[[Any], Any]:
-        held, full = made.held(context), NotReady(why=(f"a queue of {capacity} is full",))
+        items, full = held(context), NotReady(why=(f"a queue of {capacity} is full",))
 
         def put(item: Any) -> Any:
-            if len(held) >= capacity:
+            if len(items) >= capacity:
                 return full
-            held.append((item, context.source))
+            items.append((item, context.source))
             return item
 
         return put
 
     def taken(context: PlanContext) -> Iterator[Any]:
-        held, empty = made.held(context), NotReady(why=(f"a queue of {capacity} is empty",))
+        items, empty = held(context), NotReady(why=(f"a queue of {capacity} is empty",))
         while True:
-            if held:
-                item, context.source = held.popleft()
+            if items:
+                item, context.source = items.popleft()
                 context.moves += 1
                 yield item
             else:
                 yield empty
 
-    node = PlanNode(label=f"dequeue {capacity}", kind=nodes.DEQUEUE, queue=made, size=len(initial))
-    return Operator(label=f"enqueue {capacity}", begin=begin, queue=made), LocalIterator(node, taken)
+    node = PlanNode(label=f"dequeue {capacity}", kind=nodes.DEQUEUE, queue=key, size=len(initial))
+    return Operator(label=f"enqueue {capacity}", begin=begin, queue=key), LocalIterator(node, taken)
 
 
-def label_of(function: Callable[..., Any] | Operator) -> str:
-    """Return the name of a function or an operator for drawings and errors."""
-    if isinstance(function, Operator):
-        return function.label
-    if isinstance(function, partial):
-        return label_of(function.func)
-    if isinstance(function, FunctionType | BuiltinFunctionType | MethodType | type):
-        return "function" if function.__name__ == "<lambda>" else function.__name__
-    return type(function).__name__
+def collect(
+    label: str,
+    is_full: Callable[[list[Any]], bool],
+    join: Callable[[PlanContext, list[Any]], Any] = lambda _, items: items,
+) -> Operator:
+    """Collect items until a list of them is full, and return what ``join`` makes of it; for ``combine``."""
+
+    def begin(context: PlanContext) -> Callable[[Any], Sequence[Any]]:
+        held: list[Any] = []
+
+        def add(item: Any) -> Sequence[Any]:
+            nonlocal held
+            held.append(item)
+            if not is_full(held):
+                return ()
+            full, held = held, []
+            return (join(context, full),)
+
+        return add
+
+    return Operator(label=label, begin=begin)
 
 
 class _Split:
@@ -358,42 +359,40 @@ class _Split:
 class _Turn:
     """A flow of a union, which keeps the source of its own items while other flows run."""
 
-    def __init__(self, items: Iterator[Any], context: PlanContext) -> None:
+    def __init__(self, items: Iterator[Any], context: PlanContext, limit: float, *, waits: bool) -> None:
         self._items, self._context = items, context
         self._source = context.source
+        self.limit, self.waits = limit, waits
 
-    def next(self, end: Any) -> Any:
+    def next(self) -> Any:
+        """Return the next item; the turn itself at the end."""
         self._context.source = self._source
-        item = next(self._items, end)
+        item = next(self._items, self)
         self._source = self._context.source
         return item
 
 
-def _merged(
-    flows: Sequence[_Turn], most: Sequence[int | None], blocks: Sequence[bool], kept: Sequence[int]
-) -> Iterator[Any]:
-    """Yield the items of flows in turns of at most ``most``; a flow that blocks is waited for."""
-    live, end = list(range(len(flows))), object()
-    while live:
+def _merged(turns: list[_Turn], kept: Sequence[_Turn]) -> Iterator[Any]:
+    """Yield the kept items of flows that take turns."""
+    while turns:
         idle: list[NotReady] = []
-        for index in tuple(live):
-            taken, limit = 0, most[index]
-            while limit is None or taken < limit:
-                item = flows[index].next(end)
-                if item is end:
-                    live.remove(index)
+        for turn in tuple(turns):
+            taken = 0
+            while taken < turn.limit:
+                item = turn.next()
+                if item is turn:
+                    turns.remove(turn)
                     break
-                if isinstance(item, NotReady):
-                    if blocks[index] and item.is_outside:
+                if not isinstance(item, NotReady):
+                    taken += 1
+                    if turn in kept:
                         yield item
-                        continue
-                    if not taken:
-                        idle.append(item)
-                    break
-                taken += 1
-                if index in kept:
+                elif turn.waits and item.is_outside:
                     yield item
-        if idle and len(idle) == len(live):
+                else:
+                    idle += [item] * (not taken)
+                    break
+        if idle and len(idle) == len(turns):
             yield NotReady.of(idle)
 
 
@@ -401,83 +400,26 @@ def _driven(items: Iterator[Any], context: PlanContext) -> Iterator[Any]:
     """Yield the items of a plan; wait while none of its flows has one."""
     before = -1
     for item in items:
-        if not isinstance(item, NotReady):
-            before = -1
-            yield item
+        if isinstance(item, NotReady) and not item.is_outside:
+            if context.moves == before:
+                raise GraphError(
+                    f"the flows of the plan wait for each other: {'; '.join(item.why)}",
+                    why="no worker is running, and no operator has moved an item since the last look",
+                    fix="run both flows in one concurrently(...), or raise the capacity",
+                )
+            before = context.moves
             continue
-        if item.calls:
-            _wait_for(item)
-        elif item.polls:
+        before = -1
+        if not isinstance(item, NotReady):
+            yield item
+        elif not item.calls:
             time.sleep(POLL_S)
-        elif context.moves == before:
-            raise GraphError(
-                f"the flows of the plan wait for each other: {'; '.join(item.why) or 'no operator says why'}",
-                why="no worker is running, and no operator has moved an item since the last look",
-                fix="run the slow flow in concurrently(mode='async'), or raise the capacity",
+        elif not wait_any(item.calls, POLL_S if item.polls else DEADLINE_S) and not item.polls:
+            raise ClusterError(
+                f"no worker has answered in {DEADLINE_S:g} s",
+                why=f"calls of workers {sorted({each.worker for each in item.calls})} do not end",
+                fix="look for an environment that hangs, or make a call shorter",
             )
-        before = context.moves
-
-
-def _wait_for(item: NotReady) -> None:
-    deadline_s = POLL_S if item.polls else DEADLINE_S
-    backend = item.calls[0].backend
-    is_done = backend.wait_for_any([each.reference for each in item.calls], deadline_s)
-    if not is_done and not item.polls:
-        who = ", ".join(str(each.worker) for each in item.calls)
-        raise ClusterError(
-            f"no worker ({who}) has answered in {DEADLINE_S:g} s",
-            why="each of them is in a call that does not end",
-            fix="look for an environment that hangs, or make a call shorter",
-        )
-
-
-def _for_each(function: Any, context: PlanContext, items: Iterator[Any]) -> Iterator[Any]:
-    """Apply a function; an operator begins here, before the first item is asked for."""
-    apply = function.begin(context) if isinstance(function, Operator) else function
-    return _applied(apply, context, items)
-
-
-def _applied(apply: Callable[[Any], Any], context: PlanContext, items: Iterator[Any]) -> Iterator[Any]:
-    for item in items:
-        if not isinstance(item, NotReady):
-            while isinstance(result := apply(item), NotReady):
-                yield result
-            context.moves += 1
-            yield result
-        else:
-            yield item
-
-
-def _filter(function: Callable[[Any], bool], _: PlanContext, items: Iterator[Any]) -> Iterator[Any]:
-    return (item for item in items if isinstance(item, NotReady) or function(item))
-
-
-def _batch(size: int, _: PlanContext, items: Iterator[Any]) -> Iterator[Any]:
-    batch: list[Any] = []
-    for item in items:
-        if isinstance(item, NotReady):
-            yield item
-            continue
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-
-
-def _flatten(_: PlanContext, items: Iterator[Any]) -> Iterator[Any]:
-    for item in items:
-        if isinstance(item, NotReady):
-            yield item
-        else:
-            yield from item
-
-
-def _combine(function: Any, context: PlanContext, items: Iterator[Any]) -> Iterator[Any]:
-    return _flatten(context, _for_each(function, context, items))
-
-
-def _zip_with_source(context: PlanContext, items: Iterator[Any]) -> Iterator[Any]:
-    return (item if isinstance(item, NotReady) else (context.source, item) for item in items)
 
 
 def _at_least_one(what: str, value: int) -> None:
@@ -492,7 +434,7 @@ def _check_flows(
         raise GraphError(f"the mode is {mode!r}", why="there are two", fix="choose 'round_robin' or 'async'")
     for each in flows:
         if not isinstance(each, LocalIterator):
-            nodes.check(each.node)
+            each.check()
     if not kept or not set(kept) <= set(range(len(flows))):
         raise GraphError(
             f"concurrently has {len(flows)} flows and output_indexes {list(kept)}",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from rillflow.errors import GraphError
 from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
 
-SOURCE, TRANSFORM, UNION = "source", "transform", "union"
-SPLIT, COPY, ENQUEUE, DEQUEUE = "split", "copy", "enqueue", "dequeue"
+SOURCE, TRANSFORM = "source", "transform"
+SPLIT, ENQUEUE, DEQUEUE = "split", "enqueue", "dequeue"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,38 +68,35 @@ def check(root: PlanNode) -> None:
             fix="add gather_sync(), gather_async() or batch_across_workers()",
         )
     _check_readers(nodes)
-    _check_queues(nodes)
-    _check_cycles(nodes)
+    _check_starts(nodes)
 
 
 def as_graph(root: PlanNode, name: str) -> Graph:
     """Return the plan as a graph that ``rillflow graph`` draws."""
     nodes = ordered(root)
     index = {node: place for place, node in enumerate(nodes)}
-    stages = tuple(
-        Stage(index=index[node], role=node.role, endpoint=node.label, reads=(), writes=()) for node in nodes
-    )
-    edges = [
-        Edge(source=index[each], destination=index[node], fields=()) for node in nodes for each in node.inputs
+    stages = [
+        Stage(index=place, role=node.role, endpoint=node.label, reads=(), writes=())
+        for node, place in index.items()
     ]
-    edges += [
-        Edge(source=index[each], destination=index[node], fields=("queue",))
-        for node in nodes
-        for each in _writers(node, nodes)
-    ]
+    arrows: list[tuple[PlanNode, PlanNode, tuple[str, ...]]]
+    arrows = [(one, node, ()) for node in nodes for one in node.inputs]
+    arrows += [(one, node, ("queue",)) for node in nodes for one in _writers(node, nodes)]
+    edges = [Edge(source=index[one], destination=index[node], fields=fields) for one, node, fields in arrows]
     edges.sort(key=lambda edge: (edge.destination, edge.source))
-    return Graph(name=name, stages=stages, edges=tuple(edges), given=())
+    return Graph(name=name, stages=tuple(stages), edges=tuple(edges), given=())
 
 
 def _writers(node: PlanNode, nodes: Sequence[PlanNode]) -> list[PlanNode]:
     """Return the operators that fill the queue of a ``dequeue``."""
-    return [
-        each for each in nodes if each.kind == ENQUEUE and each.queue is node.queue and node.kind == DEQUEUE
-    ]
+    if node.kind != DEQUEUE:
+        return []
+    return [each for each in nodes if each.kind == ENQUEUE and each.queue is node.queue]
 
 
 def _check_readers(nodes: Sequence[PlanNode]) -> None:
     readers = Counter(each for node in nodes for each in node.inputs)
+    queues = {node.queue for node in nodes if node.kind == DEQUEUE}
     for node in nodes:
         if node.kind == SPLIT and readers[node] < node.size:
             raise GraphError(
@@ -113,38 +110,23 @@ def _check_readers(nodes: Sequence[PlanNode]) -> None:
                 why="each item goes to one reader, so that each of them would miss items",
                 fix="make copies with duplicate(n), or a second iterator from the same workers",
             )
-
-
-def _check_queues(nodes: Sequence[PlanNode]) -> None:
-    for node in nodes:
-        if node.kind == ENQUEUE and not any(
-            each.queue is node.queue for each in nodes if each.kind == DEQUEUE
-        ):
+        if node.kind == ENQUEUE and node.queue not in queues:
             raise GraphError(
-                f"nothing in the plan reads the queue that {node.label} fills",
+                f"nothing in the plan reads the queue of {node.label}",
                 why="it would fill up, and its flow would wait for ever",
                 fix="add the flow of its dequeue to concurrently(...)",
             )
-        if node.kind == DEQUEUE and not (node.size or _writers(node, nodes)):
-            raise GraphError(
-                f"nothing in the plan fills the queue that {node.label} reads",
-                why="its flow would wait for ever",
-                fix="add the flow with its enqueue to concurrently(...)",
-            )
 
 
-def _check_cycles(nodes: Sequence[PlanNode]) -> None:
-    """Refuse a cycle of queues that no source and no initial item starts."""
-    starts = {node for node in nodes if node.kind == SOURCE or (node.kind == DEQUEUE and node.size)}
-    while True:
-        fed = {node for node in nodes if starts.intersection((*node.inputs, *_writers(node, nodes)))}
-        if fed <= starts:
-            break
-        starts |= fed
+def _check_starts(nodes: Sequence[PlanNode]) -> None:
+    """Refuse a flow that no source and no initial item of a queue starts: a cycle without a delay."""
+    starts = {node for node in nodes if node.kind == SOURCE or (node.size and node.kind == DEQUEUE)}
+    for _ in nodes:
+        starts |= {node for node in nodes if starts.intersection((*node.inputs, *_writers(node, nodes)))}
     for node in nodes:
         if node not in starts:
             raise GraphError(
-                f"{node.label} is on a cycle without a delay",
-                why="every item of the cycle would be made from an earlier item of the same cycle",
-                fix="begin its queue with items: queue(capacity, initial=[...]), or feed it from a source",
+                f"{node.label} waits for items that nothing makes",
+                why="no flow fills its queue, or only a cycle without a delay, which waits for itself",
+                fix="fill the queue from a source, or begin it with items: queue(capacity, initial=[...])",
             )

@@ -7,6 +7,7 @@ A call for the next item is one message; the calls of a worker run in order.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,13 +17,12 @@ from uuid import uuid4
 
 from rillflow.errors import ClusterError
 from rillflow.workers.backend import RankLost, Site
-from rillflow_classic.operators.context import NotReady, PlanContext, SourceWorker
+from rillflow_classic.operators.context import NotReady, Operator, PlanContext, SourceWorker, label_of
 from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet
 
+Function = Callable[[Any], Any] | Operator
 Transform = Callable[[PlanContext, Iterator[Any]], Iterator[Any]]
 """Changes a sequence of items; it passes NotReady on."""
-
-
 Method = str | Callable[..., Any]
 """Name of a worker's method, or a function of the worker."""
 
@@ -61,19 +61,22 @@ class Shards:
         with _Opened(self, context) as opened:
             flying = {source: deque(opened.ask(source) for _ in range(num_async)) for source in opened.live}
             while True:
-                ready = [source for source, calls in flying.items() if calls[0].is_ready]
-                if not ready:
-                    yield NotReady(calls=tuple(calls[0] for calls in flying.values()))
-                for source in ready:
+                is_idle = True
+                for source, calls in tuple(flying.items()):
+                    if not calls[0].is_ready:
+                        continue
+                    is_idle = False
                     try:
-                        item = flying[source].popleft().read()
+                        item = calls.popleft().read()
                     except RankLost as error:
                         del flying[source]
                         opened.lose(source, error)
                         continue
                     context.source = source
                     yield item
-                    flying[source].append(opened.ask(source))
+                    calls.append(opened.ask(source))
+                if is_idle:
+                    yield NotReady(calls=tuple(calls[0] for calls in flying.values()))
 
 
 class _Opened:
@@ -85,9 +88,8 @@ class _Opened:
         """Workers that are not lost."""
         self.items: list[tuple[SourceWorker, Any]] = []
         """Items of the present round."""
-        opening = shards.workers.submit_all(
-            _open, self._key, shards.method, shards.arguments, shards.transforms
-        )
+        sent = (self._key, shards.method, shards.arguments, shards.transforms)
+        opening = shards.workers.submit_all(_open, *sent)
         for source, call in zip(tuple(self.live), opening, strict=True):
             self._read(source, call)
 
@@ -123,8 +125,9 @@ class _Opened:
         self.items = []
         while not self.items:
             calls = {source: self.ask(source) for source in self.live}
-            while late := tuple(call for call in calls.values() if not call.is_ready):
-                yield NotReady(calls=late)
+            for call in calls.values():
+                while not call.is_ready:
+                    yield NotReady(calls=(call,))
             found = [(source, self._read(source, call)) for source, call in calls.items()]
             self.items = [each for each in found if not isinstance(each[1], NotReady)]
             if not self.items:
@@ -139,14 +142,33 @@ class _Opened:
             return NotReady()
 
 
-def _open(
-    site: Site,
-    pool: str,
-    key: str,
-    method: Method,
-    arguments: tuple[Any, ...],
-    transforms: tuple[Transform, ...],
-) -> None:
+def transformed(
+    function: Function, is_flat: bool, context: PlanContext, items: Iterator[Any]
+) -> Iterator[Any]:
+    """Apply a function to items; an operator begins here, before the first item is asked for."""
+    label = label_of(function)
+    apply = function.begin(context) if isinstance(function, Operator) else function
+
+    def results() -> Iterator[Any]:
+        for item in items:
+            if isinstance(item, NotReady):
+                yield item
+                continue
+            began_s = time.perf_counter()
+            while isinstance(result := apply(item), NotReady):
+                yield result
+                began_s = time.perf_counter()
+            context.worked(label, began_s)
+            context.moves += 1
+            if is_flat:
+                yield from result
+            else:
+                yield result
+
+    return results()
+
+
+def _open(site: Site, pool: str, key: str, method: Method, arguments: Any, transforms: Any) -> None:
     """Make the iterator of a worker."""
     worker = site.objects[pool]
     context, items = PlanContext(worker, site.objects), _results(worker, method, arguments)

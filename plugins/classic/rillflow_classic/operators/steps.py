@@ -21,7 +21,7 @@ from rillflow.workers.backend import Site
 from rillflow_classic.algorithm import System
 from rillflow_classic.fragment import Fragment, joined
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext
-from rillflow_classic.operators.iterators import LocalIterator, from_function, from_workers
+from rillflow_classic.operators.iterators import LocalIterator, collect, from_function, from_workers
 from rillflow_classic.policy import Learner, Weights
 from rillflow_classic.worker_set import WorkerSet
 
@@ -77,21 +77,11 @@ def select(policy: str) -> Operator:
 
 def concat_batches(min_steps: int) -> Operator:
     """Join fragments of equal T until they have ``min_steps`` environment steps; for ``combine``."""
-
-    def begin(_: PlanContext) -> Callable[[Fragment], Sequence[Fragment]]:
-        held: list[Fragment] = []
-
-        def add(fragment: Fragment) -> Sequence[Fragment]:
-            held.append(fragment)
-            if sum(each.num_steps for each in held) < min_steps:
-                return ()
-            whole = joined(held)
-            held.clear()
-            return (whole,)
-
-        return add
-
-    return Operator(label=f"concat_batches {min_steps}", begin=begin)
+    return collect(
+        f"concat_batches {min_steps}",
+        lambda held: sum(each.num_steps for each in held) >= min_steps,
+        lambda _, held: joined(held),
+    )
 
 
 def standardize(name: str) -> Operator:
@@ -250,21 +240,11 @@ def update_target(update: Callable[[], None], every: int) -> Operator:
 
 def report_metrics(every: int = 1) -> Operator:
     """Join the metrics of ``every`` items and those that operators recorded to one item; for ``combine``."""
-
-    def begin(context: PlanContext) -> Callable[[Metrics], Sequence[Metrics]]:
-        held: list[Metrics] = []
-
-        def add(metrics: Metrics) -> Sequence[Metrics]:
-            held.append(metrics)
-            if len(held) < every:
-                return ()
-            whole = merge_metrics([*held, context.take_metrics()])
-            held.clear()
-            return (whole,)
-
-        return add
-
-    return Operator(label=f"report_metrics {every}", begin=begin)
+    return collect(
+        f"report_metrics {every}",
+        lambda held: len(held) == every,
+        lambda context, held: merge_metrics([*held, context.take_metrics()]),
+    )
 
 
 def _draw(buffer: Any, batch_size: int, least: int) -> Any:

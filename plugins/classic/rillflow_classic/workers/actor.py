@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -27,26 +26,13 @@ from rillflow.errors import ConfigError, StreamError
 from rillflow_classic.environments.vector import Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array, FinishedEpisode, Fragment, joined
 from rillflow_classic.policy import Acted, ActorPolicy, Weights
+from rillflow_classic.streams.stream import ActingClient, FragmentSink, ParameterReader, refresh
 from rillflow_classic.workers.recording import ActingLayout, Arrays, Recording, fragment_of, layout_of
 
 WAIT_S = 60.0
 """Longest wait of ``sample`` for actions."""
-
-
-class ActingClient(Protocol):
-    """The actor's side of one policy: here, or behind an inference stream."""
-
-    def layout(self, environment: VectorEnvironment, num_slots: int) -> ActingLayout:
-        """Return what the policy reads and returns."""
-
-    def post(self, lane: int, observations: Array, state: Array | None) -> None:
-        """Ask for actions for a lane, which is one environment of the ring."""
-
-    def take(self, lane: int) -> tuple[Acted, int] | None:
-        """Return the actions of a lane and the version that acted; None while they are not there."""
-
-    def wait(self, seconds: float) -> None:
-        """Wait until an answer has come, at most this long."""
+PAUSE_S = 0.05
+"""Longest wait of ``poll`` before it looks at its streams again."""
 
 
 class InlineClient:
@@ -69,17 +55,7 @@ class InlineClient:
         return self._acted.pop(lane, None)
 
     def wait(self, seconds: float) -> None:
-        """See ActingClient; actions are always there."""
-
-
-class FragmentSink(Protocol):
-    """The actor's side of a sample stream."""
-
-    def reserve(self, lane: int) -> Mapping[str, Arrays] | None:
-        """Return arrays for a lane's next fragments, by policy; None while the stream is full."""
-
-    def put(self, lane: int, fragments: Mapping[str, Fragment]) -> None:
-        """Send the fragments whose arrays ``reserve`` gave."""
+        """See ActingClient; actions are there at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +65,7 @@ class ActorReport:
     steps: int
     """Environment steps, resets included."""
     fragments: int
-    """Fragments that it finished."""
+    """Fragments that it finished, those of all policies of a lane counted once."""
     idle_s: float
     """Seconds in which it waited for actions or for room in its sample stream."""
     elapsed_s: float
@@ -108,6 +84,8 @@ class Actor:
         index: index of the actor.
         seed: seed of the first episodes; ``reset`` replaces it.
         clients: clients of inference streams by policy, for policies that act elsewhere.
+        sink: sample stream, for ``poll``.
+        parameters: parameter stream, for ``poll``.
 
     Raises:
         ConfigError: the ring is empty, or an agent matches no policy.
@@ -127,6 +105,8 @@ class Actor:
         index: int = 0,
         seed: int = 0,
         clients: Mapping[str, ActingClient] | None = None,
+        sink: FragmentSink | None = None,
+        parameters: ParameterReader | None = None,
     ) -> None:
         if not environments or steps < 1:
             raise ConfigError(
@@ -144,6 +124,7 @@ class Actor:
             _Lane(lane, environment, routes or {}, self._clients, steps)
             for lane, environment in enumerate(environments)
         ]
+        self._sink, self._parameters = sink, parameters
         self._seed, self._is_reset = seed, False
         self._steps = self._fragments = 0
         self._idle_s, self._reported = 0.0, time.perf_counter()
@@ -163,6 +144,15 @@ class Actor:
         for place, policy in enumerate(self.policies.values()):
             policy.seed(_seed(seed, self.index, -1 - place))
         self._is_reset = True
+
+    def environment_states(self) -> list[dict[str, Array]]:
+        """Return the running statistics of every environment of the ring."""
+        return [dict(lane.environment.state()) for lane in self._ring]
+
+    def restore_environments(self, states: Sequence[Sequence[Mapping[str, Array]]]) -> None:
+        """Restore what ``environment_states`` of all actors returned."""
+        for lane, state in zip(self._ring, states[self.index], strict=True):
+            lane.environment.restore(state)
 
     def load(self, version: int, weights: Weights, policy: str = "policy") -> None:
         """Load weights into a policy."""
@@ -186,26 +176,30 @@ class Actor:
                 self._check(deadline, open_lanes)
             open_lanes = [lane for lane in open_lanes if not lane.is_done]
         done = [lane.finish(self.index) for lane in self._ring]
-        self._count(done)
+        self._steps += sum(each.valid.size for fragments in done for each in fragments.values())
+        self._fragments += len(done)
         return (
             joined_by_policy(done)
             if len(done[0]) > 1
             else joined([f for each in done for f in each.values()])
         )
 
-    def poll(self, budget_s: float, sink: FragmentSink, is_stopped: Callable[[], bool]) -> ActorReport:
-        """Step environments and send fragments for a while.
+    def poll(self, budget_s: float) -> ActorReport:
+        """Step environments and send fragments for a while, or until the trainer stops all workers.
 
-        Args:
-            budget_s: how long.
-            sink: takes the fragments; while it is full, finished environments wait.
-            is_stopped: asked between steps; ends the call early.
+        Each environment has at least one turn, also with a budget of 0. While the sample stream is full, an
+        environment waits at the end of its fragment.
         """
+        assert self._sink is not None and self._parameters is not None, "the actor has no streams"
         self._begin()
         deadline = time.monotonic() + budget_s
-        while not is_stopped() and (left := deadline - time.monotonic()) > 0:
-            if not sum([self._turn(lane, sink) for lane in self._ring]):
-                self._wait(min(left, 0.01))
+        while not self._parameters.is_stopped:
+            stepped = [self._turn(lane, self._sink, self._parameters) for lane in self._ring]
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if not any(stepped):
+                self._wait(min(left, PAUSE_S))
         return self.report()
 
     def report(self) -> ActorReport:
@@ -226,33 +220,34 @@ class Actor:
         for lane in self._ring:
             lane.environment.close()
 
-    def _turn(self, lane: _Lane, sink: FragmentSink) -> bool:
+    def _turn(self, lane: _Lane, sink: FragmentSink, parameters: ParameterReader) -> bool:
         if not lane.has_recording:
+            if sink.sent(lane.number) >= parameters.limit or not refresh(self.policies, parameters):
+                return False
             arrays = sink.reserve(lane.number)
             if arrays is None:
                 return False
             lane.begin(arrays)
         if not lane.advance():
             return False
+        self._steps += lane.environment.num_slots
         if lane.is_done:
-            done = lane.finish(self.index)
-            self._count([done])
-            sink.put(lane.number, done)
+            sink.put(lane.number, lane.finish(self.index))
+            self._fragments += 1
         return True
 
     def _begin(self) -> None:
         if not self._is_reset:
             self.reset(self._seed)
 
-    def _count(self, done: Sequence[Mapping[str, Fragment]]) -> None:
-        for fragment in (fragment for each in done for fragment in each.values()):
-            self._steps += fragment.valid.size
-            self._fragments += 1
-
     def _wait(self, seconds: float) -> None:
+        """Wait for actions if an environment needs some, else for room in the sample stream."""
         began = time.perf_counter()
-        for client in self._clients.values():
-            client.wait(max(0.0, seconds / len(self._clients)))
+        if self._sink is not None and not any(lane.has_recording for lane in self._ring):
+            self._sink.wait(seconds)
+        else:
+            for client in self._clients.values():
+                client.wait(max(0.0, seconds / len(self._clients)))
         self._idle_s += time.perf_counter() - began
 
     def _check(self, deadline: float, waiting: Sequence[_Lane]) -> None:

@@ -170,6 +170,22 @@ def fragment_of(
     )
 
 
+def arrays_of(fragment: Fragment) -> dict[str, Array]:
+    """Return the arrays of a fragment by the names of its layout."""
+    arrays = {
+        "observations": fragment.observations,
+        "actions": fragment.actions,
+        "rewards": fragment.rewards,
+        "terminated": fragment.terminated,
+        "truncated": fragment.truncated,
+        "valid": fragment.valid,
+        "versions": fragment.versions,
+    }
+    if fragment.state is not None:
+        arrays["state"] = fragment.state
+    return arrays | {OUTPUT + name: array for name, array in fragment.outputs.items()}
+
+
 def spec_of(array: Array) -> ArraySpec:
     """Return an array's shape and type."""
     return ArraySpec(shape=array.shape, dtype=array.dtype.name)

@@ -1,0 +1,176 @@
+"""Trainer worker: assembles the next batch while the present one is trained.
+
+    sample stream ─> FragmentQueue ─ join: the only copy ─> next batch ─> learner ─> parameter stream
+    └────────────── thread ───────────────────────────────┘
+
+Loop of the thread
+    consumes      fragments of the sample stream
+    waits for     a fragment, and for room for the next batch: one batch is ahead
+    unblocked by  an actor; the trainer that takes the batch
+    produces      batches
+    shuts down    healthy: ``close``. Its error is raised by ``next``
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from rillflow.records.metrics import Mean, Metrics, Sum, merge_metrics
+from rillflow_classic.fragment import Fragment
+from rillflow_classic.operators.steps import Rollout, join
+from rillflow_classic.policy import Learner
+from rillflow_classic.streams.stream import FragmentSource, ParameterWriter, Received
+from rillflow_classic.workers.buffer_worker import FragmentQueue
+from rillflow_classic.workers.recording import arrays_of, fragment_of
+
+PAUSE_S = 0.05
+"""Longest wait of the thread before it looks whether it is to end."""
+
+
+class TrainerWorker:
+    """Learners, and the streams that feed them and their actors.
+
+    Args:
+        learners: learner of every policy, by name.
+        source: sample stream.
+        writer: parameter stream.
+        fragments: queue of fragments that wait.
+        batch: fragments of a batch.
+        prefetch: whether a thread assembles the next batch meanwhile.
+    """
+
+    def __init__(
+        self,
+        learners: Mapping[str, Learner],
+        source: FragmentSource,
+        writer: ParameterWriter,
+        fragments: FragmentQueue,
+        *,
+        batch: int = 1,
+        prefetch: bool = True,
+    ) -> None:
+        self.learners, self.fragments, self._batch = learners, fragments, batch
+        self._source, self._writer = source, writer
+        self._lock = threading.Lock()
+        self._ready: queue.Queue[Rollout] = queue.Queue(1)
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._prefetch, name="trainer-batches", daemon=True)
+        self._has_thread = prefetch
+        if prefetch:
+            self._thread.start()
+
+    def next(self, wait_s: float) -> Rollout | None:
+        """Return the next batch: fragments side by side; None if there are too few in time."""
+        if not self._has_thread:
+            return self._assembled(wait_s)
+        try:
+            return self._ready.get(timeout=wait_s) if wait_s > 0 else self._ready.get_nowait()
+        except queue.Empty:
+            if self._error is not None:
+                raise self._error from None
+            return None
+
+    def step(self, wait_s: float) -> Metrics | None:
+        """Train every policy on the next batch and publish its weights; None without a batch."""
+        batch = self.next(wait_s)
+        if batch is None:
+            return None
+        parts = [batch] if isinstance(batch, Fragment) else list(batch.values())
+        found = []
+        for part in parts:
+            learner = self.learners[part.policy]
+            lag = learner.version - float(part.versions.mean())
+            found.append({**learner.update(part), "actor/lag/mean": Mean(total=lag, count=1.0)})
+            self.publish(part.policy)
+        return merge_metrics(found)
+
+    def publish(self, policy: str) -> None:
+        """Send a policy's weights."""
+        learner = self.learners[policy]
+        self._writer.publish(policy, learner.version, learner.weights())
+
+    def metrics(self) -> Metrics:
+        """Return what the queue dropped since the last call."""
+        with self._lock:
+            dropped = sum(self.fragments.table.dropped.values())
+            self.fragments.table.dropped.clear()
+        return {"actor/dropped_fragments/sum": Sum(value=float(dropped))}
+
+    def clear(self) -> None:
+        """Drop all fragments and the batch that is ahead."""
+        with self._lock:
+            for received in self._source.take(0.0):
+                received.release()
+            self.fragments.clear("the actors begin anew")
+            with contextlib.suppress(queue.Empty):
+                self._ready.get_nowait()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed = True
+        if self._has_thread:
+            self._thread.join()
+
+    def _prefetch(self) -> None:
+        try:
+            while not self._is_closed:
+                batch = self._assembled(PAUSE_S)
+                while batch is not None and not self._is_closed:
+                    with contextlib.suppress(queue.Full):
+                        self._ready.put(batch, timeout=PAUSE_S)
+                        batch = None
+        except BaseException as error:  # noqa: BLE001  ``next`` raises it
+            self._error = error
+
+    def _assembled(self, wait_s: float) -> Rollout | None:
+        """Take what has arrived, and join a batch."""
+        with self._lock:
+            batch = self._joined()
+        if batch is not None:
+            return batch
+        received = self._source.take(wait_s)
+        with self._lock:
+            for each in received:
+                if self.fragments.reuses == 1:
+                    self.fragments.put(each)
+                else:
+                    self.fragments.put(copied(each))
+                    each.release()
+            return self._joined()
+
+    def _joined(self) -> Rollout | None:
+        version = min(learner.version for learner in self.learners.values())
+        taken = self.fragments.take(self._batch, version)
+        if taken is None:
+            return None
+        is_view = self._batch == 1 and self.fragments.reuses == 1
+        items = [copied(each) if is_view else each for each in taken.items]
+        several = len(items[0].fragments) > 1
+        batch = join([each.fragments if several else next(iter(each.fragments.values())) for each in items])
+        self.fragments.done(taken)
+        return batch
+
+
+def copied(received: Received) -> Received:
+    """Return fragments in memory of their own."""
+    fragments = {
+        name: fragment_of(
+            {field: np.array(array) for field, array in arrays_of(fragment).items()},
+            episodes=fragment.episodes,
+            policy=fragment.policy,
+            actor=fragment.actor,
+        )
+        for name, fragment in received.fragments.items()
+    }
+    return replace(received, fragments=fragments, release=_nothing)
+
+
+def _nothing() -> None:
+    """Do nothing."""
