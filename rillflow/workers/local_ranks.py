@@ -11,6 +11,7 @@ Loop of the driver's thread, one for all ranks
 from __future__ import annotations
 
 import os
+import queue
 import select
 import signal
 import socket
@@ -21,13 +22,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rillflow.errors import ClusterError
 from rillflow.workers.backend import RankLost
 from rillflow.workers.liveness import HeartbeatTarget
 from rillflow.workers.parcels import Frame, MemorySegment, Parcel, receive, send
 from rillflow.workers.process_rank import About
+
+T = TypeVar("T")
 
 
 class ProcessReference(Future[Parcel]):
@@ -204,8 +207,9 @@ class EventLoop:
         self._poll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._wake = os.eventfd(0)
+        self._asked = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
         self._is_closed = False
-        self.add(self._wake, select.EPOLLIN, lambda _: None)
+        self.add(self._wake, select.EPOLLIN, self._work)
         self._thread = threading.Thread(target=self._run, name="local ranks", daemon=True)
         self._thread.start()
 
@@ -224,6 +228,14 @@ class EventLoop:
         if self._handlers.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
+    def run(self, function: Callable[[], T]) -> T:
+        """Return the result of a function that runs in the thread."""
+        made = Future[Any]()
+        self._asked.put((function, made))
+        os.eventfd_write(self._wake, 1)
+        found: T = made.result()
+        return found
+
     def close(self) -> None:
         """End the thread."""
         self._is_closed = True
@@ -231,6 +243,15 @@ class EventLoop:
         self._thread.join()
         self._poll.close()
         os.close(self._wake)
+
+    def _work(self, _: int) -> None:
+        os.eventfd_read(self._wake)
+        while not self._asked.empty():
+            function, made = self._asked.get()
+            try:
+                made.set_result(function())
+            except BaseException as error:  # noqa: BLE001  the caller of ``run`` raises it
+                made.set_exception(error)
 
     def _run(self) -> None:
         while not self._is_closed:

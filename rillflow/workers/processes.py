@@ -127,14 +127,18 @@ class ProcessBackend(Backend):
         told = {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
         if place in self._accelerators:
             told["CUDA_VISIBLE_DEVICES"] = self._accelerators[place]
-        with theirs:
-            process = subprocess.Popen(
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(os.getpid()), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **told},
                 start_new_session=True,  # Ctrl-C ends the driver, which closes its ranks
             )
+
+        with theirs:
+            process = self._loop.run(start)  # a process ends with the thread that started it
         return LocalRank(process, ours, self._loop, self)
 
     def _join(self, fresh: Mapping[Place, LocalRank]) -> None:

@@ -255,12 +255,13 @@ time.sleep(600)
 
 @pytest.mark.parametrize("heartbeat_s", [0.0, 5.0])
 def test_nothing_is_left_when_the_driver_is_killed(heartbeat_s: float) -> None:
-    """One rank is in a call, the other one waits for one."""
+    """One rank is in a call and stopped, the other one waits for a call."""
     program = DRIVER.format(tests=str(Path(__file__).parent), heartbeat_s=heartbeat_s)
     driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     family = [psutil.Process(int(each)) for each in driver.stdout.readline().split()]
     assert len(family) == 2
+    family[0].suspend()
     driver.kill()
     driver.communicate()
     _, alive = psutil.wait_procs(family, timeout=30)

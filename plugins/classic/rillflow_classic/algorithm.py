@@ -17,6 +17,7 @@ from rillflow.records.metrics import Metrics
 from rillflow_classic.checkpointed import CheckpointedObjects
 from rillflow_classic.fragment import Fragment
 from rillflow_classic.policy import Learner
+from rillflow_classic.worker_set import WorkerSet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,14 @@ class System(Protocol):
     def publish(self, learner: Learner | None = None) -> None:
         """Send a learner's weights to the actors, or to the policy workers that act for them."""
 
+    def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """Start workers of another kind on one of the algorithm's ``pools``, beside the actors.
+
+        Args:
+            pool: name of the pool.
+            make: makes worker ``index``; a module's function, or a partial of one.
+        """
+
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Return the result of a method of every actor, between two plans or two fragments."""
 
@@ -87,6 +96,10 @@ class ClassicAlgorithm:
     """Makes the learner of one policy."""
     plan: Callable[[Any, Any], Iterable[Metrics]]
     """``plan(system, settings)``: the dataflow; each item ends a step of the run."""
+    sums_gradients: bool = False
+    """Whether the learner sums its gradients over trainer ranks (``data_parallel.RankLearner``)."""
+    pools: Callable[[Any], Mapping[str, int]] | None = None
+    """``pools(settings)``: number of further workers that the plan starts, by pool; None: none."""
     calls_actors: bool = False
     """Whether the plan calls the actors itself, beside ``System.rollouts``; it then needs a CallSystem."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from rillflow.workers.inline import InlineBackend
 from rillflow_classic.algorithm import LearnerInputs
 from rillflow_classic.algorithms.registry import algorithm_of
 from rillflow_classic.config import ActorsConfig
+from rillflow_classic.data_parallel import DataParallelLearner, RankLearner
 from rillflow_classic.environments.catalog import located
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.make import make_environment
@@ -33,6 +34,7 @@ from rillflow_classic.fragment import Array
 from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.policy import ActorPolicy, Learner
 from rillflow_classic.streams.memory import MemoryTransport
+from rillflow_classic.streams.sockets import SocketTransport
 from rillflow_classic.streams.stream import StreamSpec, Transport
 from rillflow_classic.system import CallSystem, StreamSystem
 from rillflow_classic.worker_set import WorkerSet
@@ -43,9 +45,10 @@ from rillflow_classic.workers.recording import spec_of
 if TYPE_CHECKING:
     from rillflow_classic.algorithm import System
     from rillflow_classic.recipe import LoadedClassicRecipe
+    from rillflow_classic.workers.population import PopulationSystem
 
-ACTORS, POLICIES = "actors", "policies"
-"""Pools of the actors and of the policy workers."""
+ACTORS, POLICIES, TRAINERS = "actors", "policies", "trainers"
+"""Pools of the actors, the policy workers and the trainer's ranks."""
 POLL_S = 5.0
 """Seconds of a call in which a worker polls its streams."""
 
@@ -157,18 +160,39 @@ def make_policy_worker(parts: Parts, transport: Transport, index: int) -> Policy
     return PolicyWorker(parts.acting(), servers, transport.reader())
 
 
+def make_trainer(parts: Parts, rank: int) -> RankLearner:
+    """Return the learner of a trainer rank; all ranks have the same seed."""
+    del rank
+    return cast(RankLearner, next(iter(parts.learners().values())))
+
+
 def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
     """Start the workers, which end with the stack, and return the system of a run."""
-    learners, workers = parts.learners(), parts.workers
+    workers = parts.workers
     backend = BACKENDS[workers.place]()
     stack.callback(backend.close)
     pools = [Pool(name=ACTORS, size=workers.actors, world=1)]
     if workers.inference == "policy":
         pools.append(Pool(name=POLICIES, size=workers.policy_workers, world=1))
-    backend.open(pools)
+    if workers.trainers > 1:
+        pools.append(Pool(name=TRAINERS, size=workers.trainers))
+    further = algorithm_of(parts.algorithm).pools
+    sizes = further(parts.settings) if further else {}
+    backend.open([*pools, *(Pool(name=name, size=size, world=1) for name, size in sizes.items())])
+    learners = parts.learners()
+    if workers.trainers > 1:
+        make = partial(make_trainer, parts)
+        learners = {
+            name: DataParallelLearner(backend, TRAINERS, make, each.policy) for name, each in learners.items()
+        }
     if workers.transport == "calls":
         return CallSystem(WorkerSet(backend, ACTORS, partial(make_actor, parts, None)), learners)
-    transport = MemoryTransport(_stream_spec(parts, learners), is_shared=workers.place != "inline")
+    spec = _stream_spec(parts, learners)
+    transport: Transport
+    if workers.transport == "tcp":
+        transport = SocketTransport(spec, host=workers.host)
+    else:
+        transport = MemoryTransport(spec, is_shared=workers.place != "inline")
     stack.callback(transport.close)
     actors = WorkerSet(backend, ACTORS, partial(make_actor, parts, transport))
     policy_workers = server = None
@@ -220,7 +244,7 @@ class EnvironmentStatistics:
         system: its actors have the environments.
     """
 
-    def __init__(self, system: System) -> None:
+    def __init__(self, system: System | PopulationSystem) -> None:
         self._system = system
 
     def newest(self) -> Mapping[str, Array]:

@@ -6,7 +6,7 @@ write ─> NAME.safetensors for each object, and JSON ─> checkpoint ─> read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +27,8 @@ class Checkpointed(Protocol):
         """Restore what ``state`` returned."""
 
 
+State = tuple[Mapping[str, Tensor], Mapping[str, JSON]]
+"""What ``state`` returns."""
 C = TypeVar("C", bound=Checkpointed)
 
 
@@ -35,7 +37,7 @@ class CheckpointedObjects:
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
-        self._read: dict[str, tuple[Mapping[str, Tensor], Mapping[str, JSON]]] = {}
+        self._read: dict[str, State] = {}
 
     def keep(self, name: str, make: Callable[[], C]) -> C:
         """Return the object of a name; make and restore it at the first call.
@@ -52,23 +54,37 @@ class CheckpointedObjects:
         found: C = self._objects[name]
         return found
 
+    def states(self, names: Sequence[str] = ()) -> dict[str, State]:
+        """Return a copy of the state of some objects by name; of all without names."""
+        found = {name: each.state() for name, each in self._objects.items() if not names or name in names}
+        return {name: (_copies(tensors), state) for name, (tensors, state) in found.items()}
+
+    def take(self, states: Mapping[str, State]) -> None:
+        """Restore objects by name; those that are not made yet are restored as they are made."""
+        for name, found in states.items():
+            if name in self._objects:
+                self._objects[name].restore(*found)
+            else:
+                self._read[name] = found
+
     def write(self, folder: Path) -> dict[str, JSON]:
         """Write the tensors of every object into a folder; return the JSON by name."""
         states: dict[str, JSON] = {}
         for name, each in self._objects.items():
             tensors, states[name] = each.state()
-            # safetensors refuses tensors that share memory
-            save_file(
-                {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()},
-                folder / f"{name}.safetensors",
-            )
+            save_file(_copies(tensors), folder / f"{name}.safetensors")
         return states
 
     def read(self, checkpoint: Checkpoint) -> None:
         """Take the states of a checkpoint; objects of this run are restored as they are made, or now."""
-        for name, state in checkpoint.state["objects"].items():
-            found = load_file(checkpoint.path / f"{name}.safetensors"), state
-            if name in self._objects:
-                self._objects[name].restore(*found)
-            else:
-                self._read[name] = found
+        self.take(
+            {
+                name: (load_file(checkpoint.path / f"{name}.safetensors"), state)
+                for name, state in checkpoint.state["objects"].items()
+            }
+        )
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of the CPU that share no memory, as safetensors needs them."""
+    return {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, TypeVar
 
 from pydantic import Field
 
 from rillflow.config.schema import Section
 from rillflow.runs.trackers.config import TrackersConfig
+
+S = TypeVar("S", bound=Section)
 
 
 class AlgorithmSettings(Section):
@@ -36,6 +39,11 @@ class ActorsConfig(Section):
     transport: Literal["calls", "shared_memory", "tcp"] = Field(
         "calls", description="How fragments travel: as results of calls, or through streams."
     )
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description='Address of this machine for the workers, for transport = "tcp".',
+    )
     batch: int = Field(
         1, gt=0, description="Fragments of a batch, for plans that take fragments of a stream as they come."
     )
@@ -52,6 +60,28 @@ class EpisodesConfig(Section):
     episodes: int = Field(20, ge=0, description="Episodes of an evaluation; 0 for none.")
     success: float | None = Field(None, description="Smallest return of a successful episode.")
     video: bool = Field(True, description="Whether to record one episode after the last step.")
+
+
+class PopulationConfig(Section):
+    """Population-based training: several members, of which the worst copy the best and change settings."""
+
+    members: int = Field(4, gt=1, description="Members; each has the actors of ``[workers]`` for itself.")
+    every: int = Field(10, gt=0, description="Steps between two exchanges.")
+    share: float = Field(
+        0.25, gt=0, le=0.5, description="Share of the members that copy, and of those that are copied."
+    )
+    perturb: dict[str, tuple[float, float]] = Field(
+        min_length=1,
+        description="Lowest and highest value of each setting of ``[algorithm]`` that members change. The "
+        "first member begins with the recipe's values, the others draw theirs between these.",
+    )
+
+
+def perturbed(settings: S, values: Mapping[str, float]) -> S:
+    """Return settings with other values of some numbers; whole numbers are rounded."""
+    given = settings.model_dump()
+    changed = {name: round(each) if isinstance(given[name], int) else each for name, each in values.items()}
+    return type(settings).model_validate({**given, **changed})
 
 
 class ClassicRunConfig(Section):

@@ -12,6 +12,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -23,10 +24,12 @@ from rillflow.config.schema import Section
 from rillflow.errors import NotFiniteError
 from rillflow.records.metrics import Mean, Metric, Metrics, merge_metrics
 from rillflow.runs.json_lines import JSON
-from rillflow_classic.algorithm import LearnerInputs
-from rillflow_classic.fragment import Array
+from rillflow_classic.algorithm import LearnerInputs, System
+from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.on_policy import fragment_metrics
+from rillflow_classic.operators.context import Operator
 from rillflow_classic.policy import ActorPolicy, Weights
-from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Transitions
+from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Space, Transitions
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -55,33 +58,62 @@ class OffPolicyConfig(Section):
         return self
 
 
+@dataclass(frozen=True)
+class ReplayMaker:
+    """Makes an empty buffer, or a part of one."""
+
+    observation_space: Space
+    """Space of one observation."""
+    action_space: Space
+    """Space of one action."""
+    settings: Any
+    """Settings of the algorithm."""
+    seed: int
+    """Seed of the draws."""
+
+    def __call__(self, index: int, divided_by: int = 1) -> ReplayBuffer:
+        """Return part ``index`` of a buffer that is divided into equal parts."""
+        replay = self.settings.replay
+        return ReplayBuffer(
+            replay.model_copy(update={"capacity": replay.capacity // divided_by}),
+            self.observation_space,
+            self.action_space,
+            discount=self.settings.gamma,
+            num_steps=self.settings.num_steps,
+            seed=self.seed + index,
+        )
+
+
 class OffPolicyLearner(ABC, Generic[N]):
     """A network that learns from transitions, and a target network that follows it.
 
     Args:
         inputs: spaces, settings and seed.
         network: everything that is trained.
-        policy: acts with the network.
+        make_policy: makes the policy that acts with the network.
     """
 
-    def __init__(self, inputs: LearnerInputs, network: N, policy: ActorPolicy) -> None:
+    def __init__(
+        self, inputs: LearnerInputs, network: N, make_policy: Callable[[N, LearnerInputs], ActorPolicy]
+    ) -> None:
         self._inputs, self._settings = inputs, inputs.settings
         self.network = network
         """Everything that is trained."""
         self.target = copy.deepcopy(network).requires_grad_(False)
         """Network that makes the targets."""
-        self.policy = policy
-        """See Learner."""
         self.version = 0
         """See Learner."""
         self.errors: Array = np.zeros(0, np.float32)
         """[B] error of each transition of the last update, for its priority."""
         self._flat, self._target = flattened(network), flattened(self.target)
+        self.policy = make_policy(network, inputs)
+        """See Learner."""
+        self.policy.version = 0
         self._optimizer = torch.optim.Adam([self._flat], self._settings.lr, fused=True)
         self._random = torch.Generator().manual_seed(inputs.seed)
 
     @abstractmethod
-    def loss(self, batch: Transitions) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, batch: Transitions[Array]) -> tuple[Tensor, dict[str, Metric]]:
         """Return the loss of a batch; set ``errors``."""
 
     @abstractmethod
@@ -90,15 +122,12 @@ class OffPolicyLearner(ABC, Generic[N]):
 
     def make_replay(self) -> ReplayBuffer:
         """Return an empty buffer for its transitions."""
-        inputs, settings = self._inputs, self._settings
-        return ReplayBuffer(
-            settings.replay,
-            inputs.observation_space,
-            inputs.action_space,
-            discount=settings.gamma,
-            num_steps=settings.num_steps,
-            seed=inputs.seed,
-        )
+        return self.replay_maker()(0)
+
+    def replay_maker(self) -> ReplayMaker:
+        """Return what makes an empty buffer in any process."""
+        inputs = self._inputs
+        return ReplayMaker(inputs.observation_space, inputs.action_space, inputs.settings, inputs.seed)
 
     def train(self, buffer: ReplayBuffer) -> Metrics:
         """Take the updates that follow a fragment; none while the buffer has too few transitions."""
@@ -106,7 +135,7 @@ class OffPolicyLearner(ABC, Generic[N]):
             return {}
         return merge_metrics(self._drawn_update(buffer) for _ in range(self._settings.updates))
 
-    def update(self, data: Transitions) -> Metrics:
+    def update(self, data: Transitions[Array]) -> Metrics:
         """Take one optimiser step on a batch.
 
         Raises:
@@ -115,7 +144,7 @@ class OffPolicyLearner(ABC, Generic[N]):
         metrics = self._backward(data)
         return {**metrics, "policy/gradient_norm/mean": Mean(total=self._step(), count=1)}
 
-    def gradients(self, data: Transitions) -> tuple[list[Tensor], Metrics]:
+    def gradients(self, data: Transitions[Array]) -> tuple[list[Tensor], Metrics]:
         """Return the gradient of every parameter, without a step."""
         metrics = self._backward(data)
         assert self._flat.grad is not None
@@ -163,7 +192,7 @@ class OffPolicyLearner(ABC, Generic[N]):
         buffer.set_priorities(batch.serials, self.errors)
         return metrics
 
-    def _backward(self, data: Transitions) -> Metrics:
+    def _backward(self, data: Transitions[Array]) -> Metrics:
         loss, metrics = self.loss(data)
         assert self._flat.grad is not None
         self._flat.grad.zero_()
@@ -188,6 +217,26 @@ class OffPolicyLearner(ABC, Generic[N]):
         return norm
 
 
+def train_from_replay(system: System, learner: OffPolicyLearner[Any], name: str = "replay") -> Operator:
+    """Add a fragment to the learner's buffer, take its updates, and send new weights to the actors.
+
+    Args:
+        system: where the learner's actors are.
+        learner: the learner.
+        name: name of the buffer in checkpoints.
+    """
+    buffer = system.kept.keep(name, learner.make_replay)
+
+    def train(fragment: Fragment) -> Metrics:
+        acted = fragment_metrics(fragment, learner.version)
+        buffer.add(fragment)
+        trained = learner.train(buffer)
+        system.publish(learner)
+        return {**acted, **trained}
+
+    return Operator(label=name, begin=lambda _: train)
+
+
 def flattened(network: nn.Module) -> nn.Parameter:
     """Move all parameters and their gradients into one tensor each; the network's become views of them."""
     parameters = list(network.parameters())
@@ -206,7 +255,7 @@ def views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def tensors_of(batch: Transitions) -> Transitions:
+def tensors_of(batch: Transitions[Array]) -> Transitions[Tensor]:
     """Return a batch whose arrays are tensors that share their memory."""
     return Transitions(**{name: torch.from_numpy(values) for name, values in vars(batch).items()})
 

@@ -96,6 +96,7 @@ class OnPolicyLearner:
         self._seed = inputs.seed
         self._flat = _flattened(self.network)  # before the policy, which keeps views of the parameters
         self.policy: ActorPolicy = NetworkPolicy(self.network, inputs.seed)
+        self.policy.version = 0
         self._optimizer = torch.optim.Adam([self._flat], lr=self._settings.lr, eps=1e-5, fused=True)
 
     def update(self, data: Fragment) -> Metrics:

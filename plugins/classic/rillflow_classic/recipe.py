@@ -20,12 +20,19 @@ from rillflow.app.recipe import leaves, run_name
 from rillflow.config.load import Override, apply_overrides, validate
 from rillflow.config.problems import shown, together
 from rillflow.config.schema import Data, Section
-from rillflow.errors import ConfigError, RillflowError
+from rillflow.errors import ConfigError, RillflowError, nearest
 from rillflow.runs import layout
 from rillflow.runs.json_lines import read_json
 from rillflow_classic.algorithm import ClassicAlgorithm
 from rillflow_classic.algorithms.registry import algorithm_of
-from rillflow_classic.config import ActorsConfig, AlgorithmSettings, ClassicRunConfig, EpisodesConfig
+from rillflow_classic.config import (
+    ActorsConfig,
+    AlgorithmSettings,
+    ClassicRunConfig,
+    EpisodesConfig,
+    PopulationConfig,
+    perturbed,
+)
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.networks.config import NetworkConfig
 
@@ -56,6 +63,7 @@ class ClassicRecipe(Section):
     )
     workers: ActorsConfig = ActorsConfig()
     evaluate: EpisodesConfig = EpisodesConfig()
+    population: PopulationConfig | None = None
     run: ClassicRunConfig = ClassicRunConfig()
 
     @property
@@ -154,14 +162,15 @@ class LoadedClassicRecipe:
     def check(self, *, every_setting: bool = False, runs_code: bool = True) -> Report:
         """See PluginRecipe; it makes one environment, unless ``runs_code`` is False."""
         report = Report()
-        workers = self.recipe.workers
+        workers, population = self.recipe.workers, self.recipe.population
         each = workers.actors * workers.ring * workers.slots * workers.steps
         report.say(
             "batch",
             [
                 f"{workers.actors} actors x {workers.ring} environment groups x {workers.slots} environments "
                 f"x {workers.steps} steps = {each:,} environment steps in one fragment of every actor",
-                f"{self.recipe.steps:,} steps of {self.algorithm.name}",
+                f"{self.recipe.steps:,} steps of {self.algorithm.name}"
+                + (f", in each of {population.members} members" if population else ""),
             ],
         )
         if runs_code:
@@ -226,6 +235,21 @@ def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Itera
                 why=f"it is not a regular expression: {error}",
                 fix="write for example 'agent_[02]'",
             )
+    if workers.trainers > 1 and not (algorithm.sums_gradients and len(recipe.policies) < 2):
+        yield ConfigError(
+            f"workers.trainers is {workers.trainers} and algorithm.name is {shown(algorithm.name)}",
+            why="several trainers need one policy whose learner sums its gradients over ranks: PPO or A2C",
+            fix="set workers.trainers = 1",
+        )
+    if workers.trainers > 1 and (workers.place == "inline" or workers.inference == "trainer"):
+        yield ConfigError(
+            f"workers.trainers is {workers.trainers} and workers.place is {shown(workers.place)}, "
+            f"workers.inference {shown(workers.inference)}",
+            why="trainer ranks are processes of their own, and this process acts for none of them",
+            fix='set workers.place = "process" and workers.inference = "actor"',
+        )
+    if recipe.population is not None:
+        yield from _of_population(recipe.population, recipe)
     if workers.inference != "actor" and workers.transport == "calls":
         yield ConfigError(
             f"workers.inference is {shown(workers.inference)} and workers.transport is 'calls'",
@@ -237,4 +261,37 @@ def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Itera
             "workers.transport is 'shared_memory' and workers.place is 'ray'",
             why="workers of several machines share no memory",
             fix='set workers.transport = "tcp"',
+        )
+
+
+def _of_population(population: PopulationConfig, recipe: ClassicRecipe) -> Iterator[ConfigError]:
+    settings: Section = cast(Any, recipe).algorithm
+    own = sorted(set(type(settings).model_fields) - set(AlgorithmSettings.model_fields))
+    numbers = [name for name in own if type(settings.model_dump()[name]) in (int, float)]
+    for name, bounds in population.perturb.items():
+        if name not in numbers:
+            yield ConfigError(
+                f"population.perturb names {name!r}",
+                why=f"the numbers among the settings of the algorithm are {', '.join(numbers)}",
+                fix=nearest(name, numbers),
+            )
+        elif not 0 < bounds[0] < bounds[1]:
+            yield ConfigError(
+                f"population.perturb.{name} is {list(bounds)}",
+                why="a lowest value above 0 comes before a higher one: values are drawn by their logarithm",
+                fix=f"write for example {name} = [1e-4, 1e-2]",
+            )
+        for bound in bounds if name in numbers else ():
+            try:
+                perturbed(settings, {name: bound})
+            except ValueError as error:
+                told = str(error).splitlines()[2].strip()
+                yield ConfigError(f"population.perturb.{name} reaches {bound:g}", why=told)
+    workers = recipe.workers
+    if workers.transport != "calls" or workers.inference != "actor":
+        yield ConfigError(
+            f"a population has workers.transport = {shown(workers.transport)} and "
+            f"workers.inference = {shown(workers.inference)}",
+            why="each member calls the actors in its own process",
+            fix='set workers.transport = "calls" and workers.inference = "actor"',
         )

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import gymnasium
 import numpy as np
@@ -39,6 +39,7 @@ from rillflow.runs.json_lines import JSON
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.sum_tree import SumTree
 
+A = TypeVar("A")
 Space = gymnasium.Space[Any]
 Serials = NDArray[np.int64]
 LEAST_PRIORITY = 1e-6
@@ -61,22 +62,22 @@ class ReplayConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transitions:
-    """A batch of transitions of n steps."""
+class Transitions(Generic[A]):
+    """A batch of transitions of n steps, as arrays or as tensors."""
 
-    observations: Array
+    observations: A
     """[B, ...] observation before the first step."""
-    actions: Array
+    actions: A
     """[B] int64, or [B, A] float32: action of the first step."""
-    returns: Array
+    returns: A
     """[B] float32: discounted sum of the rewards of the steps."""
-    discounts: Array
+    discounts: A
     """[B] float32: factor of the successor's value; 0 if the environment ended the episode."""
-    next_observations: Array
+    next_observations: A
     """[B, ...] observation after the last step."""
-    weights: Array
+    weights: A
     """[B] float32: importance weights, the largest of the batch is 1."""
-    serials: Serials
+    serials: A
     """[B] serial numbers, for ``ReplayBuffer.set_priorities``."""
 
 
@@ -207,7 +208,7 @@ class ReplayBuffer:
             self._tree.set(places, np.where(lengths[places] > 0, self._largest, 0.0))
             _set_first_priorities(self, fragment, steps, self._count - len(places))
 
-    def sample(self, batch_size: int) -> Transitions:
+    def sample(self, batch_size: int) -> Transitions[Array]:
         """Draw transitions, with replacement.
 
         Raises:
@@ -287,7 +288,7 @@ class ReplayBuffer:
     def _weights(self, places: Serials) -> Array:
         if self._tree is None:
             return np.ones(len(places), np.float32)
-        weights: Array = self._tree.leaves[places] ** -self._config.weight_exponent
+        weights: A = self._tree.leaves[places] ** -self._config.weight_exponent
         weights /= weights.max()
         return weights.astype(np.float32)
 

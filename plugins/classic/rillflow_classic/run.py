@@ -46,6 +46,7 @@ from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.evaluation import GreedyPlayer, judged_episodes, num_slots, play
 from rillflow_classic.operators.context import OperatorWork, PlanContext
 from rillflow_classic.video import record_video
+from rillflow_classic.workers.population import PopulationSystem, open_population
 
 if TYPE_CHECKING:
     from rillflow.graph.graph import Graph
@@ -138,7 +139,8 @@ def _train(
             if loaded.recipe.run.threads:
                 torch.set_num_threads(loaded.recipe.run.threads)
             parts = Parts.of(loaded)
-            system = open_system(parts, stack)
+            population = loaded.recipe.population
+            system = open_population(parts, population, stack) if population else open_system(parts, stack)
             ClassicLoop(loaded, parts, run, progress, asked, system).run(checkpoint)
     except RillflowError as error:
         error.is_underway = True
@@ -165,7 +167,7 @@ class ClassicLoop:
         run: RunDirectory,
         progress: Progress,
         asked: Interruption,
-        system: System,
+        system: System | PopulationSystem,
     ) -> None:
         self._loaded, self._recipe, self._run_directory = loaded, loaded.recipe, run
         self._progress, self._asked, self._system, self._parts = progress, asked, system, parts
@@ -204,7 +206,10 @@ class ClassicLoop:
         every = self._recipe.run.checkpoint_every
         last = min(self._steps, step - step % every + every)
         self._system.reset(seed_of(self._recipe.run.seed, step))
-        plan: Any = self._loaded.algorithm.plan(self._system, self._loaded.settings)
+        if isinstance(self._system, PopulationSystem):
+            plan: Any = self._system.plan()
+        else:
+            plan = self._loaded.algorithm.plan(self._system, self._loaded.settings)
         context = PlanContext()
         items = plan.run(context)
         while step < last:

@@ -75,9 +75,30 @@ class CallSystem:
             if learner is None or learner is each:
                 self._loads += self.actors.call_all("load", each.version, each.weights(), name)
 
+    def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """See System."""
+        return self.actors.beside(pool, make)
+
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
-        """Return the result of a method of every actor, which runs between two fragments."""
-        return [call.read(DEADLINE_S) for call in self.actors.call_all(method, *arguments)]
+        """Return the result of a method of every actor, which runs between two fragments.
+
+        An actor that was lost gets a new process, with the present weights.
+        """
+        calls, found = self.actors.call_all(method, *arguments), []
+        for call in calls:
+            try:
+                found.append(call.read(DEADLINE_S))
+            except RankLost as error:
+                self._start_again(call.worker, error)
+                found.append(self.actors.call(call.worker, method, *arguments).read(DEADLINE_S))
+        return found
+
+    def _start_again(self, index: int, error: RankLost) -> None:
+        _log.warning("worker %d of %s is lost, and starts again: %s", index, self.actors.pool, error)
+        self.actors.replace(index).read()
+        self.actors.make_again(index).read(DEADLINE_S)
+        for name, learner in self.learners.items():
+            self.actors.call(index, "load", learner.version, learner.weights(), name).read(DEADLINE_S)
 
     def reset(self, seed: int) -> None:
         """Begin new episodes in all actors with random numbers of this seed, with the present weights."""
@@ -232,6 +253,10 @@ class StreamSystem:
         for name, each in self.learners.items():
             if (learner is None or learner is each) and name in self.transport.spec.weights:
                 self._writer.publish(name, each.version, each.weights())
+
+    def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """See System."""
+        return self._actors.workers.beside(pool, make)
 
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Stop all workers, return the result of a method of every actor, and let the workers go on."""

@@ -79,6 +79,10 @@ class WorkerSet(Generic[T]):
         """Run ``work(worker)`` at one worker."""
         return self.submit(index, _run, work)
 
+    def beside(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """Return workers of another kind on another pool of the same backend."""
+        return WorkerSet(self._backend, pool, make)
+
     def replace(self, index: int) -> Replacement:
         """Start a new process for a lost worker, without its object: see ``make_again``."""
         return self._backend.replace([Place(self.pool, index)])

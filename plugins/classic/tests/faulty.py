@@ -62,7 +62,7 @@ class Counter(gymnasium.Env[Any, Any]):
         return np.array([self.steps, self.number], np.float32)
 
     def _is_mine(self) -> bool:
-        """Whether this environment has the fault: only the first one that creates the file, if there is one."""
+        """Whether this environment has the fault: if there is a file, only the one that creates it."""
         if self.once is None:
             return True
         try:

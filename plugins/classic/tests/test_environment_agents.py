@@ -25,13 +25,12 @@ def test_an_agent_that_has_ended_is_masked_until_all_have() -> None:
     for _ in range(9):
         stepped = environment.step(np.ones(6, np.int64))
         assert np.array_equal(stepped.observations[:3], stepped.observations[3:])
-        rows.append(
-            [
-                (int(stepped.observations[slot, 1]), float(stepped.rewards[slot]))
-                + ("T" * bool(stepped.terminated[slot]) + "t" * bool(stepped.truncated[slot]),)
-                for slot in range(3)
-            ]
-        )
+        kinds = [
+            "T" * int(end) + "t" * int(cut)
+            for end, cut in zip(stepped.terminated, stepped.truncated, strict=True)
+        ]
+        steps = stepped.observations[:, 1].astype(int).tolist()
+        rows.append([(steps[slot], float(stepped.rewards[slot]), kinds[slot]) for slot in range(3)])
         if stepped.episodes:
             ended = [(each.slot, each.length, each.total_reward) for each in stepped.episodes]
             rows[-1].append(ended)
@@ -95,7 +94,7 @@ def test_four_cartpoles_are_cartpoles() -> None:
 def test_cheap_environments_run_inline_and_slow_ones_in_processes(
     step_s: float, num: int, cores: int, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(make, "measured_step_s", lambda lane: step_s)
+    monkeypatch.setattr(make, "measured_step_s", lambda _: step_s)
     choice = choose(EnvironmentSettings(provider="gymnasium"), num, cores=cores)
     assert choice.config.run == run and choice.reason.startswith(run)
     again = choose(choice.config, num, cores=cores)

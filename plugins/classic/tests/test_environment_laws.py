@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -144,7 +145,7 @@ def test_envpool_slots_are_its_own_steps() -> None:
     import envpool
 
     rows = played(make_environment(config(provider="envpool"), 4), 7, 150)
-    pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=4, seed=7)
+    pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=4, seed=lane_seed(7, 0))
     assert np.array_equal(pool.reset()[0], rows[0]["observations"])
     for row in rows[1:]:
         observations, rewards, terminated, truncated, _ = pool.step(row["actions"])
@@ -157,9 +158,48 @@ def test_envpool_cuts_where_its_own_limit_would() -> None:
 
     settings = config(id="Pendulum-v1", provider="envpool", time_limit=7)
     rows = played(make_environment(settings, 3), 5, 40)
-    pool = envpool.make("Pendulum-v1", env_type="gymnasium", num_envs=3, seed=5, max_episode_steps=7)
+    pool = envpool.make(
+        "Pendulum-v1", env_type="gymnasium", num_envs=3, seed=lane_seed(5, 0), max_episode_steps=7
+    )
     assert np.array_equal(pool.reset()[0], rows[0]["observations"])
     for row in rows[1:]:
         observations, rewards, terminated, truncated, _ = pool.step(row["actions"])
         assert np.array_equal(observations, row["observations"]) and np.array_equal(rewards, row["rewards"])
         assert np.array_equal(terminated, row["terminated"]) and np.array_equal(truncated, row["truncated"])
+
+
+def test_neighbouring_seeds_share_no_episodes() -> None:
+    """EnvPool gives slot i its seed plus i, so slots of seeds s and s + 1 would be the same."""
+    environment = make_environment(config(provider="envpool"), 8)
+    first, second = environment.reset(1).copy(), environment.reset(2).copy()
+    assert len({row.tobytes() for row in (*first, *second)}) == 16
+
+
+def test_a_class_has_the_recipes_time_limit_and_discrete_actions_from_zero(tmp_path: Path) -> None:
+    (tmp_path / "shifted.py").write_text(
+        "import gymnasium\n"
+        "import numpy as np\n"
+        "class Shifted(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float64)\n"
+        "    action_space = gymnasium.spaces.Discrete(3, start=5)\n"
+        "    def reset(self, seed=None, options=None):\n"
+        "        return np.zeros(1), {}\n"
+        "    def step(self, action):\n"
+        "        return np.zeros(1), float(action), False, False, {}\n"
+    )
+    environment = make_environment(config(id=f"{tmp_path}/shifted.py:Shifted", time_limit=3), 3)
+    assert environment.observation_space.dtype == np.float32
+    rows = [environment.step(np.array([0, 1, 2])) for _ in range(2)]
+    assert rows[0].rewards.tolist() == [5.0, 6.0, 7.0]
+    last = environment.step(np.array([0, 1, 2]))
+    assert last.truncated.all() and not last.terminated.any()
+
+
+def test_a_package_may_register_its_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_games.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('MyGame-v3', 'gymnasium.envs.classic_control:CartPoleEnv', max_episode_steps=9)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environment = make_environment(config(id="my_games:MyGame-v3", provider="auto"), 2)
+    assert environment.observation_space.shape == (4,)

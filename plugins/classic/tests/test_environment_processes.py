@@ -109,7 +109,7 @@ def test_a_process_that_dies_in_its_reset_is_replaced() -> None:
 
 def test_the_error_of_a_child_is_the_error_of_the_run() -> None:
     environment = make_environment(config(COUNTER, arguments={"fault": "raises"}), 4)
-    with pytest.raises(EnvironmentFailure, match="Counter.step of slot [02] failed: ZeroDivisionError"):
+    with pytest.raises(EnvironmentFailure, match=r"Counter.step of slot [02] failed: ZeroDivisionError"):
         for _ in range(3):
             environment.step(np.zeros(4, np.int64))
     environment.close()
@@ -125,7 +125,8 @@ def test_children_end_with_their_parent_even_if_an_environment_hangs(tmp_path: P
         "import numpy as np, os, sys\n"
         "from rillflow_classic.environments.config import EnvironmentSettings\n"
         "from rillflow_classic.environments.make import make_environment\n"
-        f"settings = EnvironmentSettings(id={COUNTER!r}, run='processes', processes=2, step_timeout_s=600.0,\n"
+        f"settings = EnvironmentSettings(id={COUNTER!r}, run='processes', processes=2, "
+        "step_timeout_s=600.0,\n"
         "    arguments={'fault': 'spins', 'at': 1})\n"
         "environment = make_environment(settings, 2)\n"
         "print(*[each.process.pid for each in environment._children], flush=True)\n"

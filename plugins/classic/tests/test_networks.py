@@ -69,6 +69,16 @@ def test_frames_are_divided_by_255() -> None:
     torch.testing.assert_close(network.trunks[0][0](white), torch.ones(1, 4, 84, 84))
 
 
+def test_a_cnn_in_bfloat16_is_close_to_float32() -> None:
+    frames = torch.randint(0, 255, (3, 4, 84, 84), dtype=torch.uint8)
+    one, other = (
+        build_network(NetworkConfig(precision=precision), FRAMES, TWO, seed=0)(frames)
+        for precision in ("float32", "bfloat16")
+    )
+    assert other.values.dtype == torch.float32 and not torch.equal(one.values, other.values)
+    torch.testing.assert_close(one.values, other.values, atol=0.05, rtol=0.05)
+
+
 def test_channels_may_come_last() -> None:
     first, last = spaces.Box(0, 255, (3, 84, 84), np.uint8), spaces.Box(0, 255, (84, 84, 3), np.uint8)
     frames = torch.randint(0, 255, (2, 3, 84, 84), dtype=torch.uint8)

@@ -141,6 +141,27 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(recipe: Path,
     assert weights(Path("part"), 30) == weights(Path("whole"), 30)
 
 
+@pytest.mark.parametrize(
+    ("place", "inference", "transport"),
+    [
+        ("inline", "policy", "shared_memory"),
+        *(
+            pytest.param(place, inference, transport, marks=pytest.mark.slow)
+            for place in ("inline", "process")
+            for inference in ("actor", "policy", "trainer")
+            for transport in ("shared_memory", "tcp")
+        ),
+    ],
+)
+def test_a_plan_runs_on_every_stream(tmp_path: Path, place: str, inference: str, transport: str) -> None:
+    settings = {"workers.place": place, "workers.inference": inference, "workers.transport": transport}
+    settings |= {"algorithm.steps": 6, "workers.actors": 2, "workers.ring": 2}  # type: ignore[dict-item]
+    run = rillflow.train(RECIPE, dir=tmp_path / "run", settings=settings, quiet=True)
+    assert run.is_finished
+    assert [each["actor/steps/sum"] > 0 for each in run.metrics] == [True] * 6
+    assert {each["actor/lag/mean"] for each in run.metrics} == {0.0}
+
+
 def test_a_dict_is_a_recipe(tmp_path: Path) -> None:
     run = rillflow.train(RECIPE, dir=tmp_path / "run", settings={"algorithm.steps": 2}, quiet=True)
     assert run.is_finished and run.settings["kind"] == "classic"

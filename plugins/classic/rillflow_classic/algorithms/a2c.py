@@ -29,4 +29,6 @@ class A2CConfig(OnPolicyConfig):
     )
 
 
-ALGORITHM = ClassicAlgorithm(name="a2c", config=A2CConfig, learner=OnPolicyLearner, plan=plan)
+ALGORITHM = ClassicAlgorithm(
+    name="a2c", config=A2CConfig, learner=OnPolicyLearner, plan=plan, sums_gradients=True
+)

@@ -1,14 +1,16 @@
 """DQN: deep Q-learning (Mnih et al. 2015), with double Q-learning and n steps (Rainbow, arXiv 1710.02298).
 
-    y = r_t + ... + g^{n-1} r_{t+n-1} + g^n Q'(s_{t+n}, argmax_a Q(s_{t+n}, a))       L = E[w huber(Q(s_t, a_t) - y)]
+    y = r_t + ... + g^{n-1} r_{t+n-1} + g^n Q'(s_{t+n}, argmax_a Q(s_{t+n}, a))
+    L = E[w huber(Q(s_t, a_t) - y)]
 
-Q' is the target network, a copy of Q every ``target_every`` updates. Dueling: Q(s, a) = V(s) + A(s, a) - mean A.
+Q' is the target network, a copy of Q every ``target_every`` updates. Dueling: Q(s, a) = V + A(a) - mean A.
 Actions are random with probability epsilon, which falls linearly with the updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +18,13 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from rillflow.records.metrics import Mean, Metric, Metrics, mean_of
+from rillflow.records.metrics import Metric, Metrics, mean_of
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, System
-from rillflow_classic.config import AlgorithmSettings
-from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.fragment import Array
+from rillflow_classic.networks.acting import NetworkPolicy
 from rillflow_classic.networks.build import ActorCritic, build_network
-from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, tensors_of
-from rillflow_classic.on_policy import fragment_metrics
-from rillflow_classic.policy import Acted, Weights
+from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, tensors_of, train_from_replay
+from rillflow_classic.policy import Acted
 from rillflow_classic.replay import Transitions
 
 
@@ -46,41 +47,28 @@ class QConfig(OffPolicyConfig):
         return np.full(num_slots, self.epsilon_first + passed * (self.epsilon_last - self.epsilon_first))
 
 
-class DQNConfig(AlgorithmSettings, QConfig):
+class DQNConfig(QConfig):
     """``[algorithm]`` of DQN."""
 
 
-class EpsilonGreedy:
-    """Acts with the best action, or with a random one with probability epsilon; see ActorPolicy."""
+class EpsilonGreedy(NetworkPolicy):
+    """Acts with the best action, or with a random one with probability epsilon."""
 
-    def __init__(self, network: ActorCritic, settings: QConfig, seed: int) -> None:
-        self.network, self.version = network, -1
-        self._settings = settings
-        self.seed(seed)
+    def __init__(self, network: ActorCritic, inputs: LearnerInputs) -> None:
+        super().__init__(network, inputs.seed)
+        self._settings = inputs.settings
 
-    @torch.inference_mode()
     def act(self, observations: Array, state: Array | None = None, *, greedy: bool = False) -> Acted:
         """See ActorPolicy; ``outputs`` holds Q of the action, ``chosen``, and of the best one, ``best``."""
-        values = q_values(self.network, torch.from_numpy(observations), self._settings.dueling).numpy()
-        rows, actions = np.arange(len(values)), values.argmax(1)
-        best = values[rows, actions]
+        found, values, _ = self.evaluate(observations, None)
+        q = dueling_sum(found, values) if self._settings.dueling else found
+        rows, actions = np.arange(len(q)), q.argmax(1)
+        best = q[rows, actions]
         if not greedy:
             epsilons = self._settings.epsilons(self.version, len(rows))
-            others = self._generator.integers(values.shape[1], size=len(rows))
+            others = self._generator.integers(q.shape[1], size=len(rows))
             actions = np.where(self._generator.random(len(rows)) < epsilons, others, actions)
-        return Acted(actions=actions, outputs={"chosen": values[rows, actions], "best": best})
-
-    def initial_state(self, num_slots: int) -> Array | None:
-        """See ActorPolicy; there is none."""
-
-    def seed(self, seed: int) -> None:
-        """See ActorPolicy."""
-        self._generator = np.random.default_rng(seed)
-
-    def load(self, version: int, weights: Weights) -> None:
-        """See ActorPolicy."""
-        self.network.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
-        self.version = version
+        return Acted(actions=actions, outputs={"chosen": q[rows, actions], "best": best}, state=state)
 
 
 class DQNLearner(OffPolicyLearner[ActorCritic]):
@@ -88,25 +76,22 @@ class DQNLearner(OffPolicyLearner[ActorCritic]):
 
     def __init__(self, inputs: LearnerInputs) -> None:
         network = build_network(inputs.network, inputs.observation_space, inputs.action_space, inputs.seed)
-        super().__init__(inputs, network, EpsilonGreedy(network, inputs.settings, inputs.seed))
+        super().__init__(inputs, network, EpsilonGreedy)
 
-    def loss(self, batch: Transitions) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, batch: Transitions[Array]) -> tuple[Tensor, dict[str, Metric]]:
         """Return the weighted Huber loss."""
-        data, dueling = tensors_of(batch), self._settings.dueling
-        chosen = q_values(self.network, data.observations, dueling).gather(1, data.actions[:, None])[:, 0]
+        data, settings = tensors_of(batch), self._settings
+        q = q_values(self.network, data.observations, settings.dueling)
+        chosen = q.gather(1, data.actions[:, None])[:, 0]
         with torch.no_grad():
-            following = q_values(self.target, data.next_observations, dueling)
-            judge = (
-                q_values(self.network, data.next_observations, dueling)
-                if self._settings.double
-                else following
-            )
-            best = following.gather(1, judge.argmax(1, keepdim=True))[:, 0]
+            judged = later = q_values(self.target, data.next_observations, settings.dueling)
+            if settings.double:
+                judged = q_values(self.network, data.next_observations, settings.dueling)
+            best = later.gather(1, judged.argmax(1, keepdim=True))[:, 0]
             targets = data.returns + data.discounts * best
         self.errors = (chosen.detach() - targets).numpy()
-        delta = self._settings.huber
-        losses = data.weights * functional.huber_loss(chosen, targets, reduction="none", delta=delta)
-        return losses.mean(), {"policy/q/mean": mean_of(chosen.detach())}
+        losses = functional.huber_loss(chosen, targets, reduction="none", delta=settings.huber)
+        return (data.weights * losses).mean(), {"policy/q/mean": mean_of(chosen.detach())}
 
     def follow(self) -> None:
         """Copy the weights to the target network from time to time."""
@@ -117,28 +102,20 @@ class DQNLearner(OffPolicyLearner[ActorCritic]):
 def q_values(network: ActorCritic, observations: Tensor, dueling: bool) -> Tensor:
     """Return Q of every action, [B, A]."""
     output = network(observations)
-    advantages: Tensor = output.parameters
-    if not dueling:
-        return advantages
-    return output.values[:, None] + advantages - advantages.mean(1, keepdim=True)
+    parameters: Tensor = output.parameters
+    return dueling_sum(parameters, output.values) if dueling else parameters
+
+
+def dueling_sum(advantages: Any, values: Any) -> Any:
+    """Return V + A - mean A, [B, A], of arrays or tensors (Wang et al., arXiv 1511.06581, equation 9)."""
+    return values[:, None] + advantages - advantages.mean(1)[:, None]
 
 
 def plan(system: System, settings: QConfig) -> Iterator[Metrics]:
     """Return the dataflow: fragments into the buffer, updates from it, new weights for all actors."""
-    learner = system.learner
-    assert isinstance(learner, OffPolicyLearner)
-    buffer = system.kept.keep("replay", learner.make_replay)
-
-    def store(fragment: Fragment) -> Metrics:
-        buffer.add(fragment)
-        return fragment_metrics(fragment, learner.version)
-
-    def train(metrics: Metrics) -> Metrics:
-        trained = learner.train(buffer)
-        system.publish(learner)
-        return {**metrics, **trained}
-
-    return system.rollouts("bulk_sync").for_each(store).for_each(train)  # type: ignore[no-any-return]
+    del settings
+    learner: Any = system.learner
+    return system.rollouts("bulk_sync").for_each(train_from_replay(system, learner))  # type: ignore[no-any-return]
 
 
 ALGORITHM = ClassicAlgorithm(name="dqn", config=DQNConfig, learner=DQNLearner, plan=plan)

@@ -26,4 +26,6 @@ def plan(system: System, settings: OnPolicyConfig) -> Iterator[Metrics]:
     return system.rollouts("bulk_sync").for_each(train_one_step(system))  # type: ignore[no-any-return]
 
 
-ALGORITHM = ClassicAlgorithm(name="ppo", config=PPOConfig, learner=OnPolicyLearner, plan=plan)
+ALGORITHM = ClassicAlgorithm(
+    name="ppo", config=PPOConfig, learner=OnPolicyLearner, plan=plan, sums_gradients=True
+)

@@ -79,8 +79,10 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
         if (plain := config.id.removeprefix(ATARI)) in known["envpool"]:
             return CatalogEntry(provider="envpool", name=plain)
     if config.provider in ("auto", "gymnasium"):
+        if module:
+            _imported(config, module)  # "package:Id-v0": the package registers its ids
         known["gymnasium"] = gymnasium_ids()
-        for each in (config.id, ATARI + config.id):
+        for each in (name, ATARI + name):
             if each in known["gymnasium"]:
                 return CatalogEntry(provider="gymnasium", name=each)
     every = frozenset.union(*known.values()) if config.provider == "auto" else known[config.provider]
@@ -106,6 +108,17 @@ def gymnasium_ids() -> frozenset[str]:
 
 def _loaded(config: EnvironmentSettings, module: str, name: str) -> Callable[..., Any]:
     """Import a class or function from a file or a module."""
+    names = _imported(config, module)
+    if name in names and callable(names[name]):
+        made: Callable[..., Any] = names[name]
+        return made
+    classes = [each for each, value in names.items() if inspect.isclass(value)]
+    what, why = f"environment.id is {config.id!r}", f"{module} has no class {name!r}"
+    raise ConfigError(what, why=why, fix=nearest(name, classes))
+
+
+def _imported(config: EnvironmentSettings, module: str) -> dict[str, Any]:
+    """Return the names of a file or a module."""
     what = f"environment.id is {config.id!r}"
     if config.provider == "envpool":
         why, fix = "EnvPool has environments of its own only", "leave out environment.provider"
@@ -116,7 +129,7 @@ def _loaded(config: EnvironmentSettings, module: str, name: str) -> Callable[...
             assert spec is not None and spec.loader is not None
             sys.modules[module] = loaded = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(loaded)
-        names = vars(importlib.import_module(module))
+        return vars(importlib.import_module(module))
     except Exception as error:  # the user's file may raise anything
         sys.modules.pop(module, None)
         raise ConfigError(
@@ -124,11 +137,6 @@ def _loaded(config: EnvironmentSettings, module: str, name: str) -> Callable[...
             why=f"{type(error).__name__}: {error}",
             fix="correct the name or the file, or install the package",
         ) from error
-    if name in names and callable(names[name]):
-        made: Callable[..., Any] = names[name]
-        return made
-    classes = [each for each, value in names.items() if inspect.isclass(value)]
-    raise ConfigError(what, why=f"{module} has no class {name!r}", fix=nearest(name, classes))
 
 
 def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool = False) -> Lane:

@@ -69,3 +69,4 @@ class EnvironmentSettings(Section):
 
 
 EnvironmentConfig = EnvironmentSettings
+"""Name in other parts of the plugin."""

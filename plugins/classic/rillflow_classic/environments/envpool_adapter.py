@@ -22,8 +22,15 @@ from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.spaces import ActionCheck, array_space
-from rillflow_classic.environments.vector import EpisodeTotals, Slots, Stepped, check_finite
+from rillflow_classic.environments.lanes import lane_seed
+from rillflow_classic.environments.vector import (
+    ActionCheck,
+    EpisodeTotals,
+    Slots,
+    Stepped,
+    array_space,
+    check_finite,
+)
 from rillflow_classic.fragment import Array
 
 _LONGEST = 2**30
@@ -89,7 +96,7 @@ class EnvPoolEnvironment(Slots):
 
     def reset(self, seed: int) -> Array:
         """Make a new pool with the seed, the only way to seed EnvPool, and reset it."""
-        self._pool = self._make(seed=seed % 2**31)
+        self._pool = self._make(seed=lane_seed(seed, 0))  # EnvPool gives slot i this seed plus i
         keys = list(self._pool._state_keys)
         self._order = [next(i for i, key in enumerate(keys) if key.split(":")[0] == name) for name in _FIELDS]
         self._action_dtype = self._pool._spec._action_spec[-1][0]
@@ -109,15 +116,17 @@ class EnvPoolEnvironment(Slots):
             observations, rewards, done, truncated = self._stepped_in_parts(actions, self._cut)
         if self._is_real and not math.isfinite(np.add.reduce(observations, axis=None)):
             check_finite(observations, "observation")
-        terminated, self._cut = done & ~truncated, None
+        ended, terminated, self._cut = done, done, None
+        if np.count_nonzero(truncated):
+            terminated = done & ~truncated
         self._steps_left -= 1
         if self._steps_left <= 0:  # only now can a slot have reached the limit
             lengths = self._totals.lengths + 1
             late = lengths >= self._limit
-            cut, truncated = late & ~done, truncated | late
+            cut, truncated, ended = late & ~done, truncated | late, done | late
             self._cut = cut if cut.any() else None
             self._steps_left = self._limit - int(lengths[~late].max(initial=0))
-        episodes = self._totals.add(rewards, done | truncated)
+        episodes = self._totals.add(rewards, ended)
         return Stepped(
             observations=observations,
             rewards=rewards,
@@ -143,8 +152,9 @@ class EnvPoolEnvironment(Slots):
 
     def _received(self) -> list[Any]:
         arrays = self._pool._recv()
-        observations, rewards, done, truncated = (arrays[index] for index in self._order)
-        return [observations.astype(self._dtype, copy=False), rewards, done, truncated]
+        observation, reward, done, truncated = self._order
+        observations = arrays[observation].astype(self._dtype, copy=False)
+        return [observations, arrays[reward], arrays[done], arrays[truncated]]
 
     def render(self, slot: int) -> Array | None:
         """Return a frame of a slot if ``show`` is set and the id is one of Atari; None otherwise."""

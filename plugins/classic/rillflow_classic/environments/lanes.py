@@ -16,8 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError, RillflowError
-from rillflow_classic.environments.spaces import array_space
-from rillflow_classic.environments.vector import EnvironmentFailure, Space
+from rillflow_classic.environments.vector import (
+    ActionCheck,
+    EnvironmentFailure,
+    EpisodeTotals,
+    Slots,
+    Space,
+    Stepped,
+    array_space,
+    check_finite,
+)
 from rillflow_classic.fragment import Array
 
 
@@ -89,7 +97,13 @@ class GymnasiumLane(Lane):
     """One ``gymnasium.Env`` with its time limit."""
 
     def __init__(self, environment: gymnasium.Env[Any, Any], name: str, *, shows: bool = False) -> None:
-        spaces = environment.observation_space, environment.action_space
+        actions: Any = environment.action_space
+        if isinstance(actions, gymnasium.spaces.Discrete) and (start := actions.start):
+            actions = gymnasium.spaces.Discrete(int(actions.n))
+            environment = gymnasium.wrappers.TransformAction(
+                environment, lambda action: action + start, actions
+            )
+        spaces = environment.observation_space, actions
         super().__init__(environment, name, ("",), spaces, shows=shows)
         self._is_over = True
 
@@ -224,3 +238,71 @@ class LaneGroup:
 def lane_seed(seed: int, lane: int) -> int:
     """Return the seed of one environment, from the seed of all and its index."""
     return int(np.random.SeedSequence([seed % 2**63, lane]).generate_state(1)[0] >> 1)
+
+
+class LaneSlots(Slots):
+    """Base of environments made of lanes, here or in processes.
+
+    Args:
+        lane: one of them.
+        num_lanes: number of lanes.
+        clip: whether continuous actions are clipped to their bounds.
+    """
+
+    def __init__(self, lane: Lane, num_lanes: int, *, clip: bool) -> None:
+        super().__init__(tuple(lane.agents) * num_lanes, lane.observation_space, lane.action_space)
+        self._check = ActionCheck(self.action_space, self.num_slots, clip=clip)
+        self._totals = EpisodeTotals(self.num_slots)
+        self._is_real = np.issubdtype(self.observation_space.dtype, np.floating)
+
+    def _stepped(self, rows: Rows) -> Stepped:
+        """Check rows that were written and return them, with the episodes that ended."""
+        if self._is_real and not np.isfinite(np.add.reduce(rows.observations, axis=None)):
+            check_finite(rows.observations, "observation")
+        episodes = self._totals.add(rows.rewards, rows.terminated | rows.truncated)
+        return Stepped(**vars(rows), episodes=episodes)
+
+
+def zero_rows(lane: Lane, num_slots: int) -> Rows:
+    """Return rows for a lane's observations."""
+    space = lane.observation_space
+    return Rows(
+        observations=np.zeros((num_slots, *(space.shape or ())), space.dtype),
+        rewards=np.zeros(num_slots, np.float32),
+        terminated=np.zeros(num_slots, bool),
+        truncated=np.zeros(num_slots, bool),
+    )
+
+
+class InlineEnvironment(LaneSlots):
+    """Slots of lanes in this process.
+
+    Args:
+        lanes: environments of equal spaces.
+        clip: whether continuous actions are clipped to their bounds.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], *, clip: bool = True) -> None:
+        super().__init__(lanes[0], len(lanes), clip=clip)
+        self._group, self._rows = LaneGroup(lanes), zero_rows(lanes[0], self.num_slots)
+        self._parts = self._group.split(self._rows)
+
+    def reset(self, seed: int) -> Array:
+        """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
+        self._totals.clear()
+        self._group.begin(seed, self._parts)
+        return self._rows.observations
+
+    def step(self, actions: Array) -> Stepped:
+        """Step every slot; see ``VectorEnvironment.step``."""
+        self._group.step(self._check(actions), self._parts)
+        return self._stepped(self._rows)
+
+    def render(self, slot: int) -> Array | None:
+        """Return a frame of a slot's environment."""
+        return self._group.lanes[slot * len(self._group.lanes) // self.num_slots].render()
+
+    def close(self) -> None:
+        """End all environments."""
+        for lane in self._group.lanes:
+            lane.close()

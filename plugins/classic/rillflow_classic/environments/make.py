@@ -16,8 +16,7 @@ from rillflow.errors import ConfigError
 from rillflow_classic.environments.catalog import ATARI, CatalogEntry, find, gymnasium_ids, make_lane
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.envpool_adapter import EnvPoolEnvironment
-from rillflow_classic.environments.inline import InlineEnvironment
-from rillflow_classic.environments.lanes import Lane
+from rillflow_classic.environments.lanes import InlineEnvironment, Lane
 from rillflow_classic.environments.processes import ProcessEnvironment, num_cores
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.environments.wrappers import FrameStack, ObservationScale, RewardClip, RewardScale

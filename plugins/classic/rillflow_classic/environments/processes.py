@@ -8,7 +8,7 @@
     waits for     one answer of every child
     unblocked by  the answers, the end of a child, or ``step_timeout_s``
     produces      the rows of all slots
-    shuts down    ``close``, or the end of this process: the children end with it
+    shuts down    ``close``, or the end of this process: the children end with it, hanging ones too
 
 A child that dies or hangs is killed and replaced: its slots are truncated where they were, and reset at the
 next step. The environments of the other children are not affected.
@@ -16,6 +16,7 @@ next step. The environments of the other children are not affected.
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import subprocess
@@ -23,22 +24,87 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from rillflow.errors import RillflowError
+from rillflow.workers.watchdog import end_with
+from rillflow_classic.environments.catalog import find, make_lane
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.inline import LaneSlots
-from rillflow_classic.environments.lanes import Lane, lane_seed
-from rillflow_classic.environments.process_child import LaneShare, SharedRows
+from rillflow_classic.environments.lanes import Lane, LaneGroup, LaneSlots, Rows, lane_seed
 from rillflow_classic.environments.vector import EnvironmentFailure, Stepped
 from rillflow_classic.fragment import Array
 
 START_TIMEOUT_S = 120.0
 """Longest wait for a child to import and make its environments, in seconds."""
 _PAUSE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneShare:
+    """What a child is told."""
+
+    config: EnvironmentSettings
+    """Settings of the environment, with its provider."""
+    first: int
+    """Index of its first lane."""
+    last: int
+    """Index after its last lane."""
+    num_lanes: int
+    """Lanes of all children."""
+    descriptor: int
+    """Open file of the shared rows."""
+
+
+def row_type(lane: Lane) -> np.dtype[Any]:
+    """Return the type of what a slot has in shared memory: its action, and the results of a step."""
+    space, action = lane.observation_space, lane.action_space
+    observations = ("observations", space.dtype, space.shape)
+    flags = [("terminated", np.bool_), ("truncated", np.bool_)]
+    columns = [observations, ("actions", action.dtype, action.shape), ("rewards", np.float32), *flags]
+    return np.dtype(columns, align=True)
+
+
+def shared_rows(lane: Lane, num_slots: int, descriptor: int) -> tuple[Any, list[Rows]]:
+    """Return the actions [N, ...] and two buffers of rows in an open file that several processes map.
+
+    Steps write the buffers in turn, so a process that dies in a step leaves the last results whole.
+    """
+    table = np.ndarray((2, num_slots), row_type(lane), mmap.mmap(descriptor, 0))
+    names = [field.name for field in fields(Rows)]
+    return table["actions"][0], [Rows(**{name: rows[name] for name in names}) for rows in table]
+
+
+def serve(link: Connection) -> None:
+    """Step lanes in a child, until the parent closes the socket.
+
+    The parent sends the buffer to write, and the seed of a reset or None for a step. The child answers None,
+    or an error and ends.
+    """
+    share: LaneShare = link.recv()
+    try:
+        entry = find(share.config)
+        lanes = [make_lane(share.config, entry) for _ in range(share.first, share.last)]
+        group, width = LaneGroup(lanes, share.first), len(lanes[0].agents)
+        every, buffers = shared_rows(lanes[0], share.num_lanes * width, share.descriptor)
+        mine = slice(share.first * width, share.last * width)
+        actions, parts = every[mine], [group.split(rows.part(mine)) for rows in buffers]
+        while True:
+            link.send(None)
+            buffer, seed = link.recv()
+            if seed is None:
+                group.step(actions, parts[buffer])
+            else:
+                group.begin(seed, parts[buffer])
+    except EOFError:
+        return
+    except RillflowError as error:
+        link.send(error)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,10 +152,10 @@ class ProcessEnvironment(LaneSlots):
         self.num_restarts = 0
         """How many children were replaced."""
         self._config, self._num_lanes, self._seed, self._turn = config, num_lanes, 0, 0
-        shared, memory = SharedRows(probe, self.num_slots), Path("/dev/shm")
+        memory = Path("/dev/shm")
         self._file = tempfile.TemporaryFile(dir=memory if memory.is_dir() else None)  # noqa: SIM115  kept open
-        self._file.truncate(shared.size)
-        self._actions, self._buffers = shared.map(self._file.fileno())
+        self._file.truncate(2 * self.num_slots * row_type(probe).itemsize)
+        self._actions, self._buffers = shared_rows(probe, self.num_slots, self._file.fileno())
         count = min(config.processes or num_cores(), num_lanes)
         bounds = [num_lanes * index // count for index in range(count + 1)]
         self._children = [self._start(first, last) for first, last in pairwise(bounds)]
@@ -100,9 +166,8 @@ class ProcessEnvironment(LaneSlots):
         ours, theirs = socket.socketpair()
         link, descriptor = theirs.fileno(), self._file.fileno()
         with theirs:
-            module = "rillflow_classic.environments.process_child"
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid()), str(link)],
+                [sys.executable, "-m", __spec__.name, str(os.getpid()), str(link)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[link, descriptor],
                 env={
@@ -208,3 +273,8 @@ class ProcessEnvironment(LaneSlots):
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    end_with(int(sys.argv[1]))
+    serve(Connection(int(sys.argv[2])))

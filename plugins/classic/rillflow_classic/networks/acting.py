@@ -44,15 +44,18 @@ class NetworkPolicy:
 
     def act(self, observations: Array, state: Array | None = None, *, greedy: bool = False) -> Acted:
         """See ActorPolicy; ``outputs`` holds ``logprobs`` and ``values``."""
-        if self._mlp is None:
-            parameters, values, state = self._forward(observations, state)
-        else:
-            parameters, values = self._mlp(observations)
+        parameters, values, state = self.evaluate(observations, state)
         if greedy:
             actions, logprobs = self._distribution.mode(parameters)
         else:
             actions, logprobs = self._distribution.sample(parameters, self._generator)
         return Acted(actions=actions, outputs={"logprobs": logprobs, "values": values}, state=state)
+
+    def evaluate(self, observations: Array, state: Array | None) -> tuple[Floats, Floats, Array | None]:
+        """Return parameters [B, P], values [B] and the next recurrent state."""
+        if self._mlp is None:
+            return self._forward(observations, state)
+        return *self._mlp(observations), state
 
     @torch.inference_mode()
     def _forward(self, observations: Array, state: Array | None) -> tuple[Floats, Floats, Array | None]:

@@ -65,7 +65,7 @@ class ActorReport:
     steps: int
     """Environment steps, resets included."""
     fragments: int
-    """Fragments that it finished."""
+    """Fragments that it finished, those of all policies of a lane counted once."""
     idle_s: float
     """Seconds in which it waited for actions or for room in its sample stream."""
     elapsed_s: float
@@ -176,7 +176,8 @@ class Actor:
                 self._check(deadline, open_lanes)
             open_lanes = [lane for lane in open_lanes if not lane.is_done]
         done = [lane.finish(self.index) for lane in self._ring]
-        self._count(done)
+        self._steps += sum(each.valid.size for fragments in done for each in fragments.values())
+        self._fragments += len(done)
         return (
             joined_by_policy(done)
             if len(done[0]) > 1
@@ -229,20 +230,15 @@ class Actor:
             lane.begin(arrays)
         if not lane.advance():
             return False
+        self._steps += lane.environment.num_slots
         if lane.is_done:
-            done = lane.finish(self.index)
-            self._count([done])
-            sink.put(lane.number, done)
+            sink.put(lane.number, lane.finish(self.index))
+            self._fragments += 1
         return True
 
     def _begin(self) -> None:
         if not self._is_reset:
             self.reset(self._seed)
-
-    def _count(self, done: Sequence[Mapping[str, Fragment]]) -> None:
-        for fragment in (fragment for each in done for fragment in each.values()):
-            self._steps += fragment.valid.size
-            self._fragments += 1
 
     def _wait(self, seconds: float) -> None:
         """Wait for actions if an environment needs some, else for room in the sample stream."""

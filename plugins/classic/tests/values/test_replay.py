@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rillflow_classic.fragment import Fragment
-from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Transitions, n_step, replay_bytes
 
 from plugins.classic.tests.values.written_fragments import part, random_stream
 from rillflow.errors import ConfigError, RecordError
+from rillflow_classic.fragment import Fragment
+from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Transitions, n_step, replay_bytes
 
 SPACES = (gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32), gymnasium.spaces.Discrete(5))
 DISCOUNT = 0.9

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rillflow_classic.sum_tree import SumTree
 
 PRIORITIES = st.one_of(st.just(0.0), st.floats(0.01, 100.0))

@@ -217,25 +217,63 @@ def process_id(site: Site, pool: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("style", "victim"), [("policy", "actors"), ("policy", "policies"), ("actor", "actors")]
+    ("style", "victim", "workers", "kind"),
+    [
+        ("policy", "actors", 2, "shared_memory"),
+        *(
+            pytest.param(*each, kind, marks=pytest.mark.slow)
+            for kind in ("shared_memory", "tcp")
+            for each in (
+                ("policy", "policies", 2),
+                ("actor", "actors", 0),
+                ("trainer", "actors", 1),
+                ("policy", "actors", 2),
+            )
+            if (*each, kind) != ("policy", "actors", 2, "shared_memory")
+        ),
+    ],
 )
-def test_a_killed_worker_stops_no_other(processes: Backend, style: str, victim: str, kind: str) -> None:
+def test_a_killed_worker_stops_no_other(
+    processes: Backend, style: str, victim: str, workers: int, kind: str
+) -> None:
     learner = AddingLearner()
-    transport = transport_of(kind, stream_spec(2))
+    transport = transport_of(kind, stream_spec(workers))
     system = streamed(style, processes, transport, learner)
-    killed = WorkerSet.submit(system._polled[victim == "policies"].workers, 0, process_id).read()
+    hit = system._polled[victim == "policies"]
+    killed = hit.workers.submit(0, process_id).read()
     seen: list[int] = []
     began = time.monotonic()
     for number, fragment in enumerate(system.rollouts("async")):
         seen.append(fragment.actor)
+        bias = fragment.actions - fragment.observations[:-1, :, 0]
+        assert np.array_equal(bias, np.broadcast_to(fragment.versions[:, None], bias.shape))
         if number == 10:
             os.kill(killed, signal.SIGKILL)
         learner.update(fragment)
         system.publish()
-        is_back = system._polled[victim == "policies"].lost == 1 and len(system._polled[0].alive) == 2
-        if number > 30 and is_back and set(seen[-10:]) == {0, 1}:
+        if number > 30 and hit.lost == 1 and len(hit.alive) == 2 and set(seen[-10:]) == {0, 1}:
             break
         assert time.monotonic() - began < 120
-    assert system._polled[victim == "policies"].lost == 1
+    assert hit.lost == 1
     system.close()
     transport.close()
+
+
+def test_a_killed_actor_of_calls_is_left_out_until_the_next_reset(processes: Backend) -> None:
+    learner = AddingLearner()
+    actors: WorkerSet[Actor] = WorkerSet(processes, "actors", partial(make_actor, None, True))
+    system = CallSystem(actors, {"policy": learner})  # type: ignore[dict-item]
+    system.reset(1)
+    widths = []
+    for number, fragment in enumerate(islice(system.rollouts("bulk_sync"), 5)):
+        widths.append(fragment.observations.shape[1])
+        if number == 1:
+            os.kill(actors.submit(0, process_id).read(), signal.SIGKILL)
+        learner.update(fragment)
+        system.publish()
+    assert widths[:2] == [2 * SLOTS, 2 * SLOTS]
+    assert widths[-1] == SLOTS
+    system.reset(2)
+    again = next(iter(system.rollouts("bulk_sync")))
+    assert again.observations.shape[1] == 2 * SLOTS
+    assert (again.versions == learner.version).all()
