@@ -47,9 +47,6 @@ class ActorsConfig(Section):
     batch: int = Field(
         1, gt=0, description="Fragments of a batch, for plans that take fragments of a stream as they come."
     )
-    executor: Literal["pull", "static"] = Field(
-        "pull", description="What runs the plan: iterators that pull, or a static graph of reactors."
-    )
     trainers: int = Field(1, gt=0, description="Ranks of the trainer, data-parallel.")
 
 

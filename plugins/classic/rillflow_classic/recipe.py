@@ -17,6 +17,7 @@ from pydantic import Field, create_model
 
 from rillflow.app.check_report import Report
 from rillflow.app.recipe import leaves, run_name
+from rillflow.app.tracker_checks import require_tracker
 from rillflow.config.load import Override, apply_overrides, validate
 from rillflow.config.problems import shown, together
 from rillflow.config.schema import Data, Section
@@ -185,9 +186,14 @@ class LoadedClassicRecipe:
         return [drawn(self)]
 
     def _look(self, report: Report) -> None:
-        """Make one environment and the learners, and report their problems."""
+        """Make one environment and the learners, look for the trackers, and report their problems."""
         from rillflow_classic.build import Parts
 
+        for name, settings in self.recipe.run.trackers.named.items():
+            try:
+                require_tracker(name, settings, self.base)
+            except RillflowError as error:
+                report.problems.append(error)
         try:
             parts = Parts.of(self)
             spaces = {"observations": parts.observation_space, "actions": parts.action_space}

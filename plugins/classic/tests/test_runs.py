@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
+from starlette.testclient import TestClient
 
 import rillflow
 from rillflow.cli.main import main
 from rillflow.errors import ConfigError, RunDirectoryError
 from rillflow.runs import layout
 from rillflow.runs.json_lines import read_lines
+from rillflow.serving.token import Token
+from rillflow.watch.indexing import IndexingProcess
+from rillflow.watch.server import application
+from rillflow.watch.watched_runs import WatchedRuns
 
 RECIPE: dict[str, Any] = {
     "kind": "classic",
@@ -277,3 +282,26 @@ def test_a_video_of_an_episode_is_in_the_report(recipe: Path) -> None:
     assert [file.name for file in files] == ["episode-after-step-1.webp"]
     assert files[0].read_bytes()[:4] == b"RIFF"
     assert "data:image/webp;base64," in (run.path / layout.REPORT).read_text()
+
+
+def test_the_local_page_lists_a_run_and_draws_it(recipe: Path, tmp_path: Path) -> None:
+    rillflow.train(recipe, dir="runs/one", quiet=True, settings={"algorithm.steps": 4})
+    token = Token(text="a-token-of-some-length", is_new=True)
+    app = application(WatchedRuns([Path("runs")]), IndexingProcess(tmp_path / "cache"), token, 8100)
+    head = {"Authorization": f"Bearer {token.text}"}
+    page = TestClient(app, base_url="http://127.0.0.1:8100", headers=head)
+    (run,) = page.get("/api/runs").json()
+    assert (run["algorithm"], run["state"], run["steps"], run["of_steps"]) == ("ppo", "finished", 4, 4)
+    assert run["headline"]["name"] == "mean return"
+    found = page.get("/api/runs/one").json()
+    assert found["config"]["environment.id"] == "CartPole-v1" and not found["problems"]
+    asked = {"runs": "one", "metrics": "episode/return/mean"}
+    assert page.get("/api/curves", params=asked).json()["curves"][0]["x"]
+
+
+def test_a_tracker_has_the_returns(recipe: Path) -> None:
+    tracker = f"{Path(__file__).parents[3]}/examples/own_tracker.py:CsvTracker"
+    settings = {"algorithm.steps": 2, "run.trackers.csv": {"class": tracker}}
+    run = rillflow.train(recipe, dir="run", quiet=True, settings=settings)
+    sent = (run.path / layout.TRACKERS / "numbers.csv").read_text()
+    assert "2,episode/return/mean," in sent and "mean_reward" in sent
