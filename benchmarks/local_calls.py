@@ -40,11 +40,11 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 
 
-def same(site: Site, value: Any) -> Any:
+def same(_: Site, value: Any) -> Any:
     return value
 
 
-def make(site: Site, size: int) -> Any:
+def make(_: Site, size: int) -> Any:
     return np.ones(size, np.uint8)
 
 
@@ -143,8 +143,7 @@ def main() -> None:
         f"| | {' | '.join(opened)} |",
         f"|---|{'---|' * len(opened)}",
     ]
-    for row in rows(1):
-        lines.append(f"| {row} | {' | '.join(cell(found[row, name]) for name in opened)} |")
+    lines += [f"| {row} | {' | '.join(cell(found[row, name]) for name in opened)} |" for row in rows(1)]
     lines.append(f"| start of two ranks, s | {' | '.join(f'{starts[name]:.1f}' for name in opened)} |")
     text = "\n".join(lines) + "\n"
     print(text)
