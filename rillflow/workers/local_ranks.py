@@ -27,8 +27,9 @@ from typing import Any, Protocol, TypeVar
 from rillflow.errors import ClusterError
 from rillflow.workers.backend import RankLost
 from rillflow.workers.liveness import HeartbeatTarget
-from rillflow.workers.parcels import Frame, MemorySegment, Parcel, receive, send
+from rillflow.workers.parcels import Frame, Parcel, receive, send
 from rillflow.workers.process_rank import About
+from rillflow.workers.segments import MemorySegment, SegmentPool
 
 T = TypeVar("T")
 
@@ -56,6 +57,9 @@ class SentCall:
 
 class Switchboard(Protocol):
     """What a rank's packets ask of the backend."""
+
+    pool: SegmentPool
+    """Shared memory of arguments."""
 
     def forward(self, rank: LocalRank, fetch: int, name: int) -> None:
         """Send a rank the value of a reference once it is there."""
@@ -110,7 +114,7 @@ class LocalRank:
 
     def send(self, frame: Frame) -> None:
         """Send a frame after those before it; wait for nothing."""
-        packet, segments = frame.packet()
+        packet, segments = frame.packet(self._backend.pool)
         with self._lock:
             if self._lost is not None:
                 return

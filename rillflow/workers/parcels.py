@@ -4,9 +4,9 @@
                            segments: one memfd,         ──┴─ Frame ── one packet of a Unix socket ──> reader
                            which all arrays share
 
-A segment has no name. Its descriptor travels with the packet, and the kernel frees the memory with its last
-holder, so nothing is left of processes that are killed. A reader maps a segment without a copy. The mapping
-is private: what a reader writes there, nobody else sees.
+A segment (``workers.segments``) has no name. Its descriptor travels with the packet, and the kernel frees the
+memory with its last holder, so nothing is left of processes that are killed. A reader maps a segment without
+a copy. The mapping is private: what a reader writes there, nobody else sees.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ import io
 import os
 import socket
 import struct
-import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
 from rillflow.errors import ClusterError
 from rillflow.workers.messages import MAX_INLINE_BYTES, MessagePickler, Slot, loaded, placeholder
+from rillflow.workers.segments import MemorySegment, SegmentPool
 
 PACKET_BYTES = 2**16
 """Largest packet; a larger frame is in a segment of its own. A socket's usual buffer holds three of them."""
@@ -34,43 +30,7 @@ MAX_DESCRIPTORS = 253
 """Linux's limit of descriptors in one packet."""
 MAX_CONTENT_BYTES = 2**13
 """A larger content is in shared memory too, so that the driver forwards it unseen."""
-_ALIGNMENT = 64
 _COUNT = struct.Struct("<q")
-
-
-class MemorySegment:
-    """Anonymous shared memory that never changes.
-
-    Args:
-        descriptor: its descriptor, which it owns.
-        size: its bytes.
-    """
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.descriptor, self.size = descriptor, size
-        weakref.finalize(self, os.close, descriptor)
-
-    @staticmethod
-    def of(buffers: Sequence[Any]) -> tuple[MemorySegment, list[int]]:
-        """Copy buffers into a new segment; return it with the offset of each."""
-        offsets, end = list[int](), 0
-        for buffer in buffers:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            offsets.append(start)
-            end = start + memoryview(buffer).nbytes
-        segment = MemorySegment(os.memfd_create("rillflow"), end)
-        os.ftruncate(segment.descriptor, end)
-        for buffer, start in zip(buffers, offsets, strict=True):
-            left = memoryview(buffer).cast("B")
-            while len(left):  # one call writes 2 GiB at most
-                written = os.pwrite(segment.descriptor, left, start)
-                left, start = left[written:], start + written
-        return segment, offsets
-
-    def mapped(self) -> NDArray[np.uint8]:
-        """Return its bytes, mapped privately; the mapping ends with the last array that uses it."""
-        path = f"/proc/self/fd/{self.descriptor}"
-        return torch.from_file(path, shared=False, size=self.size, dtype=torch.uint8).numpy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +47,20 @@ class Parcel:
     """References that the Slots stand for; they stay in the process that made the parcel."""
 
     @staticmethod
-    def of(value: Any, reference: type | None = None) -> Parcel:
+    def of(value: Any, pool: SegmentPool, reference: type | None = None) -> Parcel:
         """Serialise a value.
 
         Args:
             value: the value.
+            pool: gives the shared memory.
             reference: class of the references in it, which have a ``name``; None: it has none.
 
         Raises:
             Exception: an error of the value's own pickling.
         """
-        file = io.BytesIO()
-        pickler = _ParcelPickler(file, reference)
-        pickler.dump(value)
-        return pickler.parcel(file.getvalue())
+        file, collected = io.BytesIO(), _Collected()
+        _ParcelPickler(file, collected, reference).dump(value)
+        return collected.parcel(file.getvalue(), pool)
 
     @property
     def nbytes(self) -> int:
@@ -116,60 +76,76 @@ class Parcel:
         return _opened(self.content, buffers)
 
 
-class _ParcelPickler(MessagePickler):
-    """Pickler that collects large buffers, references, and the segments of parcels inside the value."""
+class _Collected:
+    """What a pickler puts beside the content; no part of the pickler, so that both end with the last use."""
 
-    def __init__(self, file: io.BytesIO, reference: type | None) -> None:
-        super().__init__(file, self._keep_inside)
-        self._reference = reference
-        self._held: list[Any] = []
+    def __init__(self) -> None:
+        self.references: list[Any] = []
+        self.segments: list[MemorySegment] = []
         self._large: list[Any] = []
-        self._segments: list[MemorySegment] = []
         self._layout: list[list[int]] = []
         self._known: dict[int, list[int]] = {}
-        self._kept: list[Any] = []
+        self._placeholders: list[Any] = []
 
-    def parcel(self, content: bytes) -> Parcel:
-        """Return the parcel of a value that has been pickled."""
-        if len(content) > MAX_CONTENT_BYTES:
-            self._large.append(content)
-            self._layout.append([-1, 0, len(content)])
-            content = b""
-        if self._large:
-            segment, offsets = MemorySegment.of(self._large)
-            for each, offset in zip((each for each in self._layout if each[0] < 0), offsets, strict=True):
-                each[:2] = len(self._segments), offset
-            self._segments.append(segment)
-        layout = tuple(number for each in self._layout for number in each)
-        segments = tuple(self._segments)
-        return Parcel(content=content, segments=segments, layout=layout, references=tuple(self._held))
-
-    def reducer_override(self, value: Any) -> Any:
-        """See MessagePickler."""
-        if self._reference is not None and isinstance(value, self._reference):
-            self._held.append(value)
-            return Slot, (value.name,)  # type: ignore[attr-defined]
-        if not isinstance(value, Parcel):
-            return super().reducer_override(value)
-        first = len(self._segments)
-        self._segments += value.segments
-        self._held += value.references
-        views = [placeholder() for _ in range(len(value.layout) // 3)]
-        for view, (index, start, size) in zip(views, _threes(value.layout), strict=True):
+    def add(self, parcel: Parcel) -> list[Any]:
+        """Take the segments of a parcel inside the value; return placeholders for its buffers."""
+        first = len(self.segments)
+        self.segments += parcel.segments
+        self.references += parcel.references
+        views = [placeholder() for _ in range(len(parcel.layout) // 3)]
+        for view, (index, start, size) in zip(views, _threes(parcel.layout), strict=True):
             self._known[id(view)] = [first + index, start, size]
-        self._kept += views  # an id is unique only while its object lives
-        return _opened, (value.content, views)
+        self._placeholders += views  # an id is unique only while its object lives
+        return views
 
-    def _keep_inside(self, buffer: Any) -> bool:
+    def keep_inside(self, buffer: Any) -> bool:
+        """See MessagePickler."""
         if (known := self._known.get(id(buffer))) is not None:
             self._layout.append(known)
             return False
         raw = buffer.raw()
         if raw.nbytes < MAX_INLINE_BYTES:
             return True
-        self._large.append(raw)
-        self._layout.append([-1, 0, raw.nbytes])
+        self._put(raw, raw.nbytes)
         return False
+
+    def parcel(self, content: bytes, pool: SegmentPool) -> Parcel:
+        """Return the parcel of a value that has been pickled."""
+        if len(content) > MAX_CONTENT_BYTES:
+            self._put(content, len(content))
+            content = b""
+        if self._large:
+            segment, offsets = pool.hold(self._large)
+            for each, offset in zip((each for each in self._layout if each[0] < 0), offsets, strict=True):
+                each[:2] = len(self.segments), offset
+            self.segments.append(segment)
+        return Parcel(
+            content=content,
+            segments=tuple(self.segments),
+            layout=tuple(number for each in self._layout for number in each),
+            references=tuple(self.references),
+        )
+
+    def _put(self, content: Any, size: int) -> None:
+        self._large.append(content)
+        self._layout.append([-1, 0, size])
+
+
+class _ParcelPickler(MessagePickler):
+    """Pickler that takes references and parcels inside the value apart."""
+
+    def __init__(self, file: io.BytesIO, collected: _Collected, reference: type | None) -> None:
+        super().__init__(file, collected.keep_inside)
+        self._collected, self._reference = collected, reference
+
+    def reducer_override(self, value: Any) -> Any:
+        """See MessagePickler."""
+        if self._reference is not None and isinstance(value, self._reference):
+            self._collected.references.append(value)
+            return Slot, (value.name,)  # type: ignore[attr-defined]
+        if isinstance(value, Parcel):
+            return _opened, (value.content, self._collected.add(value))
+        return super().reducer_override(value)
 
 
 def _opened(content: bytes, buffers: list[Any]) -> Any:
@@ -195,8 +171,11 @@ class Frame:
     parcels: tuple[Parcel, ...] = ()
     """Values."""
 
-    def packet(self) -> tuple[bytes, list[MemorySegment]]:
+    def packet(self, pool: SegmentPool) -> tuple[bytes, list[MemorySegment]]:
         """Return the packet, and the segments whose descriptors go with it.
+
+        Args:
+            pool: gives the memory of a packet that is too large for a socket.
 
         Raises:
             ClusterError: it has more segments than a packet carries.
@@ -216,7 +195,7 @@ class Frame:
                 fix="pass the arrays in fewer arguments, or join them",
             )
         if len(sent) > PACKET_BYTES:
-            whole, _ = MemorySegment.of([sent])
+            whole, _ = pool.hold([sent])
             return _COUNT.pack(-whole.size), [whole, *segments]
         return sent, segments
 

@@ -34,6 +34,7 @@ from rillflow.workers.liveness import beat
 from rillflow.workers.messages import Slot, cannot_travel
 from rillflow.workers.nodes import Seating
 from rillflow.workers.parcels import Frame, Parcel, receive, send
+from rillflow.workers.segments import MemorySegment, SegmentPool
 
 HERE = "127.0.0.1"
 """Address of every rank: collectives and heartbeats stay on the loopback device."""
@@ -73,6 +74,7 @@ class ProcessRank:
         self._poller = select.poll()
         self._poller.register(connection, select.POLLIN)
         self._waiting = deque[Frame]()
+        self._pool = SegmentPool()
         self._fetches = 0
         self._era, self._running_era = 0, math.inf
 
@@ -89,14 +91,15 @@ class ProcessRank:
         call = frame.numbers[0]
         try:
             found = self._run(frame)
-            packet, segments = Frame(kind=About.DONE, numbers=(call,), parcels=found).packet()
+            done = Frame(kind=About.DONE, numbers=(call,), parcels=found)
+            packet, segments = done.packet(self._pool)
         except KeyboardInterrupt:
             error = Stranded("was abandoned", why="the run was stopped")
-            packet, segments = _failed(call, error)
+            packet, segments = self._failed(call, error)
         except BaseException as error:  # noqa: BLE001  the reader of the result raises it
             if not isinstance(error, RillflowError) and self.site is not None:
                 error.add_note(f"on {self.site.place}, {innermost_line(error)}")
-            packet, segments = _failed(call, error)
+            packet, segments = self._failed(call, error)
         send(self._connection, packet, segments)
         return True
 
@@ -118,7 +121,7 @@ class ProcessRank:
         finally:
             self._running_era = math.inf
         try:
-            return tuple(Parcel.of(each) for each in ((found,) if results == 1 else found))
+            return tuple(Parcel.of(each, self._pool) for each in ((found,) if results == 1 else found))
         except Exception as error:  # noqa: BLE001  any error of a result's own pickling
             of = arguments[0] if arguments else work.__name__
             at = "" if self.site is None else f" on {self.site.place}"
@@ -130,7 +133,7 @@ class ProcessRank:
         names = [int(slot.name) for slot in slots]
         self._fetches += 1
         request = Frame(kind=About.FETCH, numbers=(self._fetches, *dict.fromkeys(names)))
-        send(self._connection, *request.packet())
+        send(self._connection, *request.packet(self._pool))
         found, end = dict[int, Parcel](), time.monotonic() + self.deadline_s
         while len(found) < len({*names}):
             frame = self._awaited(end)
@@ -168,6 +171,16 @@ class ProcessRank:
             raise Signalled
         return frame
 
+    def _failed(self, call: int, error: BaseException) -> tuple[bytes, list[MemorySegment]]:
+        """Return the packet of a call's error; an error that cannot travel becomes a ClusterError."""
+        try:
+            parcel = Parcel.of(error, self._pool)
+            parcel.open()
+        except Exception:  # noqa: BLE001  any error of an exception's own pickling
+            why = f"raised at {innermost_line(error)}"
+            parcel = Parcel.of(ClusterError(f"{type(error).__name__}: {error}", why=why), self._pool)
+        return Frame(kind=About.FAILED, numbers=(call,), parcels=(parcel,)).packet(self._pool)
+
     def abandon(self, *_: object) -> None:
         """End the running call, and refuse later calls that were submitted before."""
         self._era += 1
@@ -202,17 +215,6 @@ def leave(rank: ProcessRank) -> None:
 def main(descriptor: int) -> None:
     """Serve the driver at the other end of a socket."""
     ProcessRank(socket.socket(fileno=descriptor)).serve()
-
-
-def _failed(call: int, error: BaseException) -> tuple[bytes, Any]:
-    """Return the packet of a call's error; an error that cannot travel becomes a ClusterError."""
-    try:
-        parcel = Parcel.of(error)
-        parcel.open()
-    except Exception:  # noqa: BLE001  any error of an exception's own pickling
-        why = f"raised at {innermost_line(error)}"
-        parcel = Parcel.of(ClusterError(f"{type(error).__name__}: {error}", why=why))
-    return Frame(kind=About.FAILED, numbers=(call,), parcels=(parcel,)).packet()
 
 
 def _loss(error: BaseException) -> BaseException:

@@ -44,6 +44,7 @@ from rillflow.workers.nodes import Seating
 from rillflow.workers.parcels import Frame, Parcel
 from rillflow.workers.pending import await_replies
 from rillflow.workers.process_rank import HERE, About
+from rillflow.workers.segments import SegmentPool
 
 _ABANDON_S = 5.0
 """Seconds in which a rank ends its running call."""
@@ -86,6 +87,8 @@ class ProcessBackend(Backend):
         self._references: WeakValueDictionary[int, ProcessReference] = WeakValueDictionary()
         self._names = itertools.count()
         self._accelerators: dict[Place, str] = {}
+        self.pool = SegmentPool()
+        """Shared memory of arguments."""
         self._era = 0
         self._counting = threading.Lock()
         self._loop: EventLoop | None = None
@@ -174,7 +177,7 @@ class ProcessBackend(Backend):
 
     def _ask(self, rank: LocalRank, work: Callable[..., Any], *arguments: Any) -> ProcessReference:
         """Run a function of ``process_rank`` on a process."""
-        return self._sent(rank, About.SETUP, Parcel.of((work, arguments)), 1)[0]
+        return self._sent(rank, About.SETUP, Parcel.of((work, arguments), self.pool), 1)[0]
 
     def _asked(self, doing: str, calls: Mapping[Place, ProcessReference]) -> dict[Place, Any]:
         wait_s = self._start_s + _START_EACH_S * len(self._worlds)
@@ -183,14 +186,15 @@ class ProcessBackend(Backend):
     def pack(self, value: Any, what: str) -> Any:
         """See Backend; large arrays are copied once, into memory that all ranks map."""
         try:
-            return Parcel.of(value, ProcessReference)
+            return Parcel.of(value, self.pool, ProcessReference)
         except Exception as error:  # noqa: BLE001  any error of an argument's own pickling
-            raise cannot_travel(what + heaviest(value, _size), error) from None
+            named = heaviest(value, lambda each: Parcel.of(each, self.pool, ProcessReference).nbytes)
+            raise cannot_travel(what + named, error) from None
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """See Backend."""
         try:
-            parcel = Parcel.of((work, arguments), ProcessReference)
+            parcel = Parcel.of((work, arguments), self.pool, ProcessReference)
         except Exception as error:  # noqa: BLE001  any error of an argument's own pickling
             raise cannot_travel("an argument of a call", error) from None
         self.count(calls=1, sent_bytes=parcel.nbytes)
@@ -211,7 +215,7 @@ class ProcessBackend(Backend):
 
         def answer(made: Future[Parcel]) -> None:
             error = made.exception()
-            parcel = made.result() if error is None else Parcel.of(error)
+            parcel = made.result() if error is None else Parcel.of(error, self.pool)
             kind = About.FOUND if error is None else About.LOST
             self.count(sent_bytes=len(parcel.content))
             rank.send(Frame(kind=kind, numbers=(fetch, name), parcels=(parcel,)))
@@ -322,7 +326,3 @@ class ProcessBackend(Backend):
         self._loop = None
         for held in (self.pools, self.devices, self._ranks):
             held.clear()
-
-
-def _size(value: Any) -> int:
-    return Parcel.of(value, ProcessReference).nbytes

@@ -22,8 +22,10 @@ from rillflow.workers.backend import Place, Pool, RankLost, Site
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.parcels import MAX_CONTENT_BYTES, MAX_INLINE_BYTES, PACKET_BYTES, Parcel
 from rillflow.workers.processes import ProcessBackend
+from rillflow.workers.segments import MAX_POOL_BYTES, MAX_SEGMENTS, SegmentPool
 
 BOUND_S = 60.0
+POOL = SegmentPool()
 FIRST, SECOND = Place("ranks", 0), Place("ranks", 1)
 
 
@@ -103,20 +105,68 @@ def test_arrays_and_tensors_of_every_size_come_back(count: int, backend: Process
 
 def test_large_arrays_do_not_pass_through_the_socket() -> None:
     large, small = np.ones(MAX_INLINE_BYTES // 8), np.ones(MAX_INLINE_BYTES // 8 - 1)
-    assert len(Parcel.of(large).content) < 1000 and Parcel.of(large).segments
-    assert len(Parcel.of(small).content) == 0, "a content of that size is in shared memory as a whole"
-    tiny = Parcel.of(np.ones(MAX_CONTENT_BYTES // 16))
+    assert len(Parcel.of(large, POOL).content) < 1000 and Parcel.of(large, POOL).segments
+    assert len(Parcel.of(small, POOL).content) == 0, "a content of that size is in shared memory as a whole"
+    tiny = Parcel.of(np.ones(MAX_CONTENT_BYTES // 16), POOL)
     assert not tiny.segments and tiny.open().sum() == MAX_CONTENT_BYTES // 16
 
 
 def test_shared_memory_has_no_name() -> None:
     """So nothing is left of it, no matter which process is killed, and /dev/shm may be small."""
-    (segment,) = Parcel.of(np.ones(2**14)).segments
+    (segment,) = Parcel.of(np.ones(2**14), POOL).segments
     path = Path(f"/proc/self/fd/{segment.descriptor}")
     assert str(path.readlink()) == "/memfd:rillflow (deleted)"
     del segment
     gc.collect()
     assert not path.exists()
+
+
+def test_a_value_ends_with_its_parcel() -> None:
+    """Without a collection of cycles, so that memory is free at once."""
+    pool = SegmentPool()
+
+    def used() -> int:
+        (segment,) = Parcel.of(np.ones(2**16), pool).segments
+        return os.fstat(segment.descriptor).st_ino
+
+    gc.disable()
+    try:
+        inodes = {used() for _ in range(9)}
+    finally:
+        gc.enable()
+    assert len(inodes) == 1
+
+
+def test_memory_is_written_again_once_nobody_holds_it() -> None:
+    pool = SegmentPool()
+
+    def held(value: float) -> Any:
+        return pool.hold([np.full(2**14, value)])[0]
+
+    def inode(segment: Any) -> int:
+        return os.fstat(segment.descriptor).st_ino
+
+    first = held(1.0)
+    used = inode(first)
+    assert inode(held(2.0)) != used, "its descriptor is held"
+    mapped = first.mapped().view(np.float64)
+    del first
+    gc.collect()
+    assert all(inode(held(3.0)) != used for _ in range(3)) and (mapped == 1.0).all(), "it is mapped"
+    del mapped
+    gc.collect()
+    assert used in {inode(held(4.0)) for _ in range(3)}
+    again = [held(float(value)) for value in range(20)]
+    assert [float(each.mapped().view(np.float64)[-1]) for each in again] == [float(v) for v in range(20)]
+
+
+def test_a_pool_is_bounded() -> None:
+    pool = SegmentPool()
+    for _ in range(12):
+        pool.hold([np.ones(MAX_POOL_BYTES // 8, np.uint8)])
+    assert 0 < pool._bytes <= MAX_POOL_BYTES
+    held = [pool.hold([np.ones(2**16, np.uint8)]) for _ in range(2 * MAX_SEGMENTS)]
+    assert len(pool._kept) == MAX_SEGMENTS < len(held)
 
 
 def test_a_packed_argument_is_copied_once_for_all_ranks(backend: ProcessBackend) -> None:
@@ -128,7 +178,7 @@ def test_a_packed_argument_is_copied_once_for_all_ranks(backend: ProcessBackend)
         assert found["b"].sum() == 2**16 and found["a"].sum() == 0
     nested = read(backend, FIRST, same, (packed, np.ones(2**15), packed))
     assert nested[0]["b"].sum() == nested[2]["b"].sum() == 2**16 and nested[1].sum() == 2**15
-    call = Parcel.of((same, (packed, packed)))
+    call = Parcel.of((same, (packed, packed)), POOL)
     assert call.segments == (segment,)
 
 
@@ -196,15 +246,15 @@ def open_files(process: int | str) -> int:
 
 def test_no_descriptor_is_left_of_results(backend: ProcessBackend) -> None:
     before = open_files("self")
-    for _ in range(20):
+    for _ in range(3 * MAX_SEGMENTS):
         made = [backend.submit(place, same, np.ones(2**14))[0] for place in (FIRST, SECOND)]
         backend.submit(SECOND, fetched, made)
         backend.read_all(made, BOUND_S)
     ranks = [read(backend, place, pid) for place in (FIRST, SECOND)]
     del made
     gc.collect()
-    assert open_files("self") <= before + 2
-    assert all(open_files(rank) < 40 for rank in ranks)
+    assert open_files("self") <= before + 2 * MAX_SEGMENTS
+    assert all(open_files(rank) < 30 + 2 * MAX_SEGMENTS for rank in ranks)
 
 
 def test_a_killed_rank_loses_its_calls_and_no_other(tmp_path: Path) -> None:
