@@ -87,7 +87,7 @@ def test_four_cartpoles_are_cartpoles() -> None:
         (5e-3, 8, 2, "processes"),
         (5e-3, 1, 2, "inline"),
         (5e-3, 8, 1, "inline"),
-        (1e-4, 2, 2, "inline"),
+        (5e-5, 2, 2, "inline"),
         (1e-4, 64, 2, "processes"),
     ],
 )

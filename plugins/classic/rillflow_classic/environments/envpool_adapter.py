@@ -26,7 +26,7 @@ from rillflow_classic.environments.lanes import lane_seed
 from rillflow_classic.environments.vector import (
     ActionCheck,
     EpisodeTotals,
-    Slots,
+    SlotsBase,
     Stepped,
     array_space,
     check_finite,
@@ -46,7 +46,7 @@ def envpool_ids() -> frozenset[str]:
     return frozenset(envpool.list_all_envs())
 
 
-class EnvPoolEnvironment(Slots):
+class EnvPoolEnvironment(SlotsBase):
     """Slots of one EnvPool.
 
     Args:

@@ -21,7 +21,7 @@ from rillflow_classic.environments.vector import (
     ActionCheck,
     EnvironmentFailure,
     EpisodeTotals,
-    Slots,
+    SlotsBase,
     Space,
     Stepped,
     array_space,
@@ -31,7 +31,7 @@ from rillflow_classic.fragment import Array
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class StepRows:
     """Arrays of k slots that a step writes."""
 
     observations: Array
@@ -43,9 +43,9 @@ class Rows:
     truncated: NDArray[np.bool_]
     """[k] bool."""
 
-    def part(self, chosen: slice) -> Rows:
+    def part(self, chosen: slice) -> StepRows:
         """Return the rows of some slots, as views."""
-        return Rows(**{name: array[chosen] for name, array in vars(self).items()})
+        return StepRows(**{name: array[chosen] for name, array in vars(self).items()})
 
 
 class Lane:
@@ -67,11 +67,11 @@ class Lane:
         self.observation_space = array_space(spaces[0], name)
         self._shape, self._dtype = self.observation_space.shape or (), np.dtype(self.observation_space.dtype)
 
-    def begin(self, seed: int | None, rows: Rows) -> None:
+    def begin(self, seed: int | None, rows: StepRows) -> None:
         """Begin a new episode; None continues the environment's own random numbers."""
         raise NotImplementedError
 
-    def step(self, actions: Sequence[Any], rows: Rows) -> None:
+    def step(self, actions: Sequence[Any], rows: StepRows) -> None:
         """Step, or begin a new episode if the last one has ended."""
         raise NotImplementedError
 
@@ -110,14 +110,14 @@ class GymnasiumLane(Lane):
         super().__init__(environment, name, ("",), spaces, shows=shows)
         self._is_over = True
 
-    def begin(self, seed: int | None, rows: Rows) -> None:
+    def begin(self, seed: int | None, rows: StepRows) -> None:
         """Begin a new episode; see ``Lane.begin``."""
         observation, _ = self._environment.reset(seed=seed)
         rows.observations[0] = self._array(observation)
         rows.rewards[0], rows.terminated[0], rows.truncated[0] = 0.0, False, False
         self._is_over = False
 
-    def step(self, actions: Sequence[Any], rows: Rows) -> None:
+    def step(self, actions: Sequence[Any], rows: StepRows) -> None:
         """Step, or begin a new episode; see ``Lane.step``."""
         if self._is_over:
             return self.begin(None, rows)
@@ -158,7 +158,7 @@ class ParallelLane(Lane):
         self._limit, self._length, self._live = time_limit, 0, set[Any]()
         self._last: list[Any] = [None] * len(self._keys)
 
-    def begin(self, seed: int | None, rows: Rows) -> None:
+    def begin(self, seed: int | None, rows: StepRows) -> None:
         """Begin a new episode of all agents; see ``Lane.begin``."""
         observations, _ = self._environment.reset(seed=seed)
         self._length, self._live = 0, set(self._keys)
@@ -166,7 +166,7 @@ class ParallelLane(Lane):
         for index, key in enumerate(self._keys):
             rows.observations[index] = self._array(observations[key])
 
-    def step(self, actions: Sequence[Any], rows: Rows) -> None:
+    def step(self, actions: Sequence[Any], rows: StepRows) -> None:
         """Step the agents that have not ended, and mask the others; see ``Lane.step``."""
         if not self._live:
             return self.begin(None, rows)
@@ -198,12 +198,12 @@ class LaneGroup:
     def __init__(self, lanes: Sequence[Lane], first: int = 0) -> None:
         self.lanes, self._first, self._width = lanes, first, len(lanes[0].agents)
 
-    def split(self, rows: Rows) -> list[Rows]:
+    def split(self, rows: StepRows) -> list[StepRows]:
         """Return the rows of each lane, as views."""
         bounds = range(0, len(self.lanes) * self._width, self._width)
         return [rows.part(slice(first, first + self._width)) for first in bounds]
 
-    def begin(self, seed: int, rows: Sequence[Rows]) -> None:
+    def begin(self, seed: int, rows: Sequence[StepRows]) -> None:
         """Begin a new episode in every lane."""
         for index, lane in enumerate(self.lanes):
             try:
@@ -211,7 +211,7 @@ class LaneGroup:
             except Exception as error:  # the user's class may raise anything
                 raise self._failure(index, "reset", error) from error
 
-    def step(self, actions: Array, rows: Sequence[Rows]) -> None:
+    def step(self, actions: Array, rows: Sequence[StepRows]) -> None:
         """Step every lane.
 
         Raises:
@@ -243,7 +243,7 @@ def lane_seed(seed: int, lane: int) -> int:
     return int(np.random.SeedSequence([seed % 2**63, lane]).generate_state(1)[0] >> 1)
 
 
-class LaneSlots(Slots):
+class LaneSlots(SlotsBase):
     """Base of environments made of lanes, here or in processes.
 
     Args:
@@ -258,7 +258,7 @@ class LaneSlots(Slots):
         self._totals = EpisodeTotals(self.num_slots)
         self._is_real = np.issubdtype(self.observation_space.dtype, np.floating)
 
-    def _stepped(self, rows: Rows) -> Stepped:
+    def _stepped(self, rows: StepRows) -> Stepped:
         """Check rows that were written and return them, with the episodes that ended."""
         if self._is_real and not math.isfinite(np.add.reduce(rows.observations, axis=None)):
             check_finite(rows.observations, "observation")
@@ -266,10 +266,10 @@ class LaneSlots(Slots):
         return Stepped(**vars(rows), episodes=episodes)
 
 
-def zero_rows(lane: Lane, num_slots: int) -> Rows:
+def zero_rows(lane: Lane, num_slots: int) -> StepRows:
     """Return rows for a lane's observations."""
     space = lane.observation_space
-    return Rows(
+    return StepRows(
         observations=np.zeros((num_slots, *(space.shape or ())), space.dtype),
         rewards=np.zeros(num_slots, np.float32),
         terminated=np.zeros(num_slots, bool),

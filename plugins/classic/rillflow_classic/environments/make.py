@@ -23,8 +23,8 @@ from rillflow_classic.environments.wrappers import FrameStack, ObservationScale,
 
 _log = logging.getLogger(__name__)
 
-ROUND_TRIP_S = 100e-6
-"""Time that child processes add to a step of all slots, in seconds; see benchmarks/classic/sampling.py."""
+ROUND_TRIP_S = 40e-6
+"""Time that each child process adds to a step of all slots, in seconds."""
 ATARI_FRAMES = 4
 """Observations in each one for Atari."""
 _BUDGET_S, _MOST_STEPS, _GAIN = 0.1, 500, 0.9
@@ -47,7 +47,7 @@ def choose(
 ) -> EnvironmentChoice:
     """Choose the provider, and inline or processes by the measured time of a step.
 
-    Inline, a step of N environments takes N t. In P processes it takes ceil(N / P) t and a round trip.
+    Inline, a step of N environments takes N t. In P processes it takes ceil(N / P) t and P round trips.
     Processes are chosen if they save a tenth.
 
     Args:
@@ -72,7 +72,7 @@ def choose(
         return EnvironmentChoice(config=chosen, reason="inline: there is one core, or one environment")
     step_s = measured_step_s(make_lane(config, entry))
     inline_s = num_environments * step_s
-    processes_s = math.ceil(num_environments / count) * step_s + ROUND_TRIP_S
+    processes_s = math.ceil(num_environments / count) * step_s + count * ROUND_TRIP_S
     run = "processes" if processes_s < _GAIN * inline_s else "inline"
     return EnvironmentChoice(
         config=chosen.model_copy(update={"run": run}),

@@ -36,7 +36,7 @@ from rillflow.errors import RillflowError
 from rillflow.workers.watchdog import end_with
 from rillflow_classic.environments.catalog import find, make_lane
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.lanes import Lane, LaneGroup, LaneSlots, Rows, lane_seed
+from rillflow_classic.environments.lanes import Lane, LaneGroup, LaneSlots, StepRows, lane_seed
 from rillflow_classic.environments.vector import EnvironmentFailure, Stepped
 from rillflow_classic.fragment import Array
 
@@ -70,14 +70,14 @@ def row_type(lane: Lane) -> np.dtype[Any]:
     return np.dtype(columns, align=True)
 
 
-def shared_rows(lane: Lane, num_slots: int, descriptor: int) -> tuple[Any, list[Rows]]:
+def shared_rows(lane: Lane, num_slots: int, descriptor: int) -> tuple[Any, list[StepRows]]:
     """Return the actions [N, ...] and two buffers of rows in an open file that several processes map.
 
     Steps write the buffers in turn, so a process that dies in a step leaves the last results whole.
     """
     table = np.ndarray((2, num_slots), row_type(lane), mmap.mmap(descriptor, 0))
-    names = [field.name for field in fields(Rows)]
-    return table["actions"][0], [Rows(**{name: rows[name] for name in names}) for rows in table]
+    names = [field.name for field in fields(StepRows)]
+    return table["actions"][0], [StepRows(**{name: rows[name] for name in names}) for rows in table]
 
 
 def serve(link: Connection) -> None:

@@ -82,7 +82,7 @@ class VectorEnvironment(Protocol):
         """End all environments and their processes."""
 
 
-class Slots:
+class SlotsBase:
     """Base of environments: what a vector environment without pictures and statistics has.
 
     Args:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
-from rillflow_classic.environments.vector import Slots, Space, Stepped, VectorEnvironment
+from rillflow_classic.environments.vector import SlotsBase, Space, Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array
 
 _EPSILON = 1e-8
@@ -84,7 +84,7 @@ def merged_state(states: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     return merged
 
 
-class _Wrapper(Slots):
+class _Wrapper(SlotsBase):
     """Passes everything on to an inner environment; adds statistics of its own if they have a name."""
 
     name = ""
