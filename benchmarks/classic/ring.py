@@ -99,9 +99,9 @@ def ring_table(workload: Workload, asked: argparse.Namespace) -> str:
     try:
         for _ in range(asked.rounds):
             steps.append(step_s(workload, asked.seconds / 4))
-            for size, workers in [(size, workers) for size in forms for workers in forms[size]]:
-                values = found.setdefault((size, workers), [])
-                values.append(polled(backend, workload, size, workers, asked.seconds))
+            for ring, workers in [(size, each) for size in forms for each in forms[size]]:
+                values = found.setdefault((ring, workers), [])
+                values.append(polled(backend, workload, ring, workers, asked.seconds))
     finally:
         backend.close()
     first = asked.sizes[0]

@@ -3,8 +3,8 @@
     python benchmarks/classic/throughput.py --rounds 5 --write benchmarks/results/classic_throughput.md \\
         --sb3 .sb3/bin/python --rllib .rllib/bin/python --sample-factory .sf/bin/python
 
-Every system plays the same environments (8 of them, 128 steps for a fragment) with the same network, frames,
-epochs (4) and minibatches (4), on the CPU. A round runs every system once, one after the other, each in a
+Every system plays the same environments (8 of them, 128 steps for a fragment, or 64 and 16) with the same
+network, frames, epochs (4) and minibatches (4), on the CPU. A round runs every system once, one after the other, each in a
 process of its own; the first fragments are not counted. Peers have environments of their own:
 
     python -m venv .sb3 && .sb3/bin/pip install stable-baselines3==2.9.2 'gymnasium[mujoco]' ale-py envpool
@@ -39,6 +39,7 @@ PEERS = Path(__file__).parent / "peers"
 SMALLEST = ["--rounds 1 --tasks cartpole --updates 2"]
 TASKS: dict[str, dict[str, Any]] = {
     "cartpole": {"environment": "CartPole-v1", "updates": 60},
+    "cartpole, 64 environments": {"environment": "CartPole-v1", "slots": 64, "steps": 16, "updates": 60},
     "pong": {"environment": "Pong", "updates": 4, "warm": 1, "threads": 2},
     "halfcheetah": {"environment": "HalfCheetah-v5", "updates": 30},
 }
@@ -90,7 +91,15 @@ def systems(options: argparse.Namespace) -> list[System]:
         for form, mode in (("1", "serial"), ("2", "2 workers")):
             name, python = f"Sample Factory, {mode}", options.sample_factory
             script = "sample_factory_ppo.py"
-            found.append(System(name=name, python=python, script=script, form=form, tasks=("cartpole",)))
+            found.append(
+                System(
+                    name=name,
+                    python=python,
+                    script=script,
+                    form=form,
+                    tasks=("cartpole", "cartpole, 64 environments"),
+                )
+            )
     return found
 
 

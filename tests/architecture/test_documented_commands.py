@@ -84,7 +84,7 @@ def _small_settings(arguments: list[str], folder: Path) -> list[str]:
     given = [value for flag, value in itertools.pairwise(arguments) if flag == "--set"]
     loaded = open_recipe(folder / arguments[0], given)
     if not isinstance(loaded, LoadedRecipe):
-        return [word for setting in ("algorithm.steps=2", "evaluate.episodes=2") for word in ("--set", setting)]
+        return ["--set", "algorithm.steps=2", "--set", "evaluate.episodes=2"]
     recipe = loaded.recipe
     small = ["algorithm.steps=1", "policy.warmup_steps=0", "evaluate.problems=8"]
     if recipe.algorithm.name in NEEDS_RIGHT_ANSWERS:

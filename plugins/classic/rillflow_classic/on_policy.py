@@ -254,24 +254,31 @@ class OnPolicyLearner:
         return [float(count) for count in counts.tolist()]
 
     def _backward(self, experience: _Experience, part: Tensor, count: float) -> Tensor:
-        """Leave the gradient of a minibatch in the flat tensor, and return the sums of its terms."""
+        """Leave the gradient of a minibatch in the flat tensor, and return the sums of its terms.
+
+        The derivatives of the loss are written out, which takes half of autograd's time: by a log probability
+        -A rho where it is not clipped, by a value w (V - R), by an entropy -h, all divided by ``count``.
+        """
         settings = self._settings
         parameters, values, actions, columns = self._rows(experience, part)
-        acted_logprobs, advantages, returns = columns.unbind(dim=1)
         logprobs, entropies = self.network.distribution.evaluate(parameters, actions)
-        log_ratios = logprobs - acted_logprobs
-        ratios = torch.exp(log_ratios)
-        clipped = ratios.clamp(1 - settings.clip, 1 + settings.clip)
-        policy_loss = -torch.min(advantages * ratios, advantages * clipped).sum()
-        value_loss = 0.5 * (values - returns).square().sum()
-        entropy = entropies.sum()
-        loss = policy_loss + settings.value_weight * value_loss - settings.entropy_weight * entropy
-        self._gradient.zero_()
-        (loss / count).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            divergence = (ratios - 1 - log_ratios).sum()
-            share = (ratios != clipped).sum()
-            return torch.stack([policy_loss, value_loss, entropy, divergence, share]).double()
+            acted_logprobs, advantages, returns = columns.unbind(dim=1)
+            log_ratios = logprobs - acted_logprobs
+            ratios = torch.exp(log_ratios)
+            clipped = ratios.clamp(1 - settings.clip, 1 + settings.clip)
+            gains, errors = advantages * ratios, values - returns
+            clipped_gains = advantages * clipped
+            by_logprobs = torch.where(gains > clipped_gains, 0.0, gains).mul_(-1 / count)
+            by_values = errors * (settings.value_weight / count)
+            value_loss, entropy = 0.5 * errors.dot(errors), entropies.sum()
+            divergence, share = (ratios - 1 - log_ratios).sum(), (ratios != clipped).sum()
+            policy_loss = -torch.minimum(gains, clipped_gains).sum()
+            terms = torch.stack([policy_loss, value_loss, entropy, divergence, share]).double()
+        self._gradient.zero_()  # then backpropagate a linear form with these derivatives
+        bonus = entropies.sum() * (settings.entropy_weight / count)
+        (logprobs.dot(by_logprobs) + values.dot(by_values) - bonus).backward()  # type: ignore[no-untyped-call]
+        return terms
 
     def _rows(self, experience: _Experience, part: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the parameters, values, actions and columns of a minibatch's valid rows."""

@@ -249,9 +249,9 @@ class StreamSystem:
         return source.for_each(Operator(label="record", begin=self._recorder))
 
     def publish(self, learner: Learner | None = None) -> None:
-        """See System."""
-        for name, each in self.learners.items():
-            if (learner is None or learner is each) and name in self.transport.spec.weights:
+        """See System; a server beside the learners needs nothing."""
+        for name, each in self.learners.items() if self._server is None else ():
+            if learner is None or learner is each:
                 self._writer.publish(name, each.version, each.weights())
 
     def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
@@ -305,6 +305,7 @@ class StreamSystem:
                 self._queue,
                 batch=self._batch,
                 prefetch=self._prefetch,
+                room=self.transport.spec.lanes * self.transport.spec.depth,
             )
         trainer = self._trainer
         found = self._look(lambda wait_s: trainer.next(wait_s))

@@ -98,23 +98,43 @@ def test_a_run_writes_what_every_run_writes(recipe: Path, capsys: pytest.Capture
     assert layout.kept_steps(run / layout.CHECKPOINTS)[-2:] == [8, 10]
     assert json.loads((run / layout.FINISHED).read_text())["steps"] == 10
     page = (run / layout.REPORT).read_text()
-    assert "Mean return on 4 episodes" in page and "episode/return/mean" in page or "Episode return" in page
+    assert "Mean return on 4 episodes" in page and "Episode return" in page
     assert main(["verify", str(run)]) == 0
     assert main(["timeline", str(run)]) == 0
     assert main(["run", str(recipe)]) == 0
     assert "is finished" in capsys.readouterr().out
 
 
-def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(recipe: Path) -> None:
-    whole = rillflow.train(recipe, dir="whole", quiet=True)
+DQN = {"algorithm.name": "dqn", "algorithm.learning_starts": 100, "algorithm.updates": 2}
+TWO = {
+    "environment": {"id": "MultiAgentCartPole-v0", "run": "inline"},
+    "policies": {"ppo": "agent_[02]", "dqn": "agent_[13]"},
+    "algorithm": {"name": "two_trainers", "steps": 10, "dqn": {"learning_starts": 100, "updates": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="ppo"),
+        pytest.param({"environment.normalise_observations": True}, id="normalised"),
+        pytest.param({"network.kind": "lstm", "algorithm.minibatches": 2}, id="lstm"),
+        pytest.param(DQN, id="dqn"),
+        pytest.param(TWO, id="two trainers"),
+    ],
+)
+def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
+    recipe: Path, settings: dict[str, Any]
+) -> None:
+    whole = rillflow.train(recipe, dir="whole", quiet=True, settings=settings)
 
     def stop(result: Any) -> None:
         if result.step == 6:
             result.run.stop()
 
-    part = rillflow.train(recipe, dir="part", quiet=True, callbacks=[stop])
+    part = rillflow.train(recipe, dir="part", quiet=True, callbacks=[stop], settings=settings)
     assert len(part.metrics) == 6 and not part.is_finished
-    part = rillflow.train(recipe, dir="part", quiet=True)
+    part = rillflow.train(recipe, dir="part", quiet=True, settings=settings)
     assert part.is_finished
     assert content(part.path) == content(whole.path)
     assert weights(part.path, 10) == weights(whole.path, 10)
@@ -243,6 +263,9 @@ def test_a_sweep_ranks_cases_by_their_returns(recipe: Path, capsys: pytest.Captu
     said = capsys.readouterr().out
     assert "lr=0.001" in said and "mean return" in said
     assert main(["sweep", "sweep.toml", "--table"]) == 0
+    run = next(Path("runs/sweeps").glob("*/lr=0.001/seed-1"))
+    assert main(["report", str(run)]) == 0
+    assert "Episode return, 2 seeds" in (run / layout.REPORT).read_text()
 
 
 def test_a_video_of_an_episode_is_in_the_report(recipe: Path) -> None:

@@ -3,6 +3,7 @@
 RunData ─┬─ header      settings of the run, accuracy before and after
          ├─ media       pictures and videos
          ├─ curves      one card per metric, phases marked
+         ├─ seeds       the run's results beside those of its sweep's other seeds
          ├─ stages      time by stage, and the timeline of the last steps
          ├─ outcomes    scores of the reward, and how often it gave none
          ├─ samples     first and last step; best, worst, longest
@@ -27,6 +28,7 @@ from rillflow.runs.report.media import draw_media
 from rillflow.runs.report.pass_bars import pass_bars, pass_lines
 from rillflow.runs.report.predicted import draw_comparison_card
 from rillflow.runs.report.samples import draw_comparison, draw_groups, draw_pairs, read_samples, shade_key
+from rillflow.runs.report.seeds import draw_seeds
 from rillflow.runs.report.shares import draw_outcomes, draw_stages
 from rillflow.runs.report.timeline import SHOWN_STEPS, draw_timeline
 from rillflow.runs.run_data import RunData, load
@@ -55,6 +57,7 @@ def render(data: RunData, predict: Predict | None = None) -> str:
         _hero(data, summary_of(data)),
         *section("Pictures and videos", draw_media(data.path)),
         *section("Curves", _curves(data) if len(data.curves) else []),
+        *section("All seeds", draw_seeds(data.path)),
         *section("Where the time went", _times(data, predict) if len(data.stages) else []),
         *section("Reward outcomes", draw_outcomes(data)),
         *section("First and last samples", draw_comparison(read)),

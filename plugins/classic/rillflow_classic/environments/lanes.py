@@ -7,6 +7,7 @@ A lane resets itself at the step after the end of its episode.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,7 @@ class Lane:
         self._environment, self.name, self._shows = environment, name, shows
         self.agents, self.action_space = agents, spaces[1]
         self.observation_space = array_space(spaces[0], name)
+        self._shape, self._dtype = self.observation_space.shape or (), np.dtype(self.observation_space.dtype)
 
     def begin(self, seed: int | None, rows: Rows) -> None:
         """Begin a new episode; None continues the environment's own random numbers."""
@@ -84,12 +86,13 @@ class Lane:
 
     def _array(self, value: Any) -> Array:
         """Return an observation as an array. An assignment alone would broadcast and cast a wrong one."""
-        array, space = np.asarray(value), self.observation_space
-        if array.shape == space.shape and np.can_cast(array.dtype, space.dtype or float, "same_kind"):
+        array = np.asarray(value)
+        is_of_kind = array.dtype == self._dtype or np.can_cast(array.dtype, self._dtype, "same_kind")
+        if is_of_kind and array.shape == self._shape:
             return array
         raise TypeError(
-            f"an observation of {array.dtype} {list(array.shape)}, but observation_space is {space.dtype} "
-            f"{list(space.shape or ())}"
+            f"an observation of {array.dtype} {list(array.shape)}, but observation_space is {self._dtype} "
+            f"{list(self._shape)}"
         )
 
 
@@ -257,7 +260,7 @@ class LaneSlots(Slots):
 
     def _stepped(self, rows: Rows) -> Stepped:
         """Check rows that were written and return them, with the episodes that ended."""
-        if self._is_real and not np.isfinite(np.add.reduce(rows.observations, axis=None)):
+        if self._is_real and not math.isfinite(np.add.reduce(rows.observations, axis=None)):
             check_finite(rows.observations, "observation")
         episodes = self._totals.add(rows.rewards, rows.terminated | rows.truncated)
         return Stepped(**vars(rows), episodes=episodes)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rillflow_classic.fragment import Array
-from rillflow_classic.networks.build import ActorCritic, Vectors
+from rillflow_classic.networks.build import ActorCritic, Tanh, Vectors
 from rillflow_classic.networks.distributions import Floats
 from rillflow_classic.policy import Acted, Weights
 
@@ -96,7 +96,7 @@ class _NumpyMLP:
             [_arrays(layer) for layer in trunk.children() if isinstance(layer, nn.Linear)]
             for trunk in network.trunks
         ]
-        self._is_tanh = any(isinstance(module, nn.Tanh) for module in network.modules())
+        self._is_tanh = any(isinstance(module, Tanh) for module in network.modules())
         self._heads = _arrays(network.policy_head), _arrays(network.value_head)
         given = network.log_deviations
         self._log_deviations = None if given is None else given.detach().numpy()

@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import struct
 import threading
 import time
@@ -479,9 +480,10 @@ class SocketServer:
     def __init__(self, transport: SocketTransport, policy: str, worker: int) -> None:
         self._layout, self._token = transport.spec.layouts[policy], transport.token
         self._socket = _socket(zmq.ROUTER)
-        port = self._socket.bind_to_random_port(f"tcp://{transport.host}")
+        host = own_address(transport.host)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._teller = SocketReader(transport, {})
-        self._teller.tell({"worker": f"{policy}/{worker}", "address": f"tcp://{transport.host}:{port}"})
+        self._teller.tell({"worker": f"{policy}/{worker}", "address": f"tcp://{host}:{port}"})
         self._names: dict[tuple[int, int], bytes] = {}
 
     def requests(self) -> ActingRequests | None:
@@ -530,6 +532,13 @@ def unpacked(frames: Sequence[zmq.Frame], specs: Iterable[ArraySpec]) -> list[Ar
         return None
     pairs = zip(frames, wanted, strict=True)
     return [np.frombuffer(frame.buffer, spec.dtype).reshape(spec.shape) for frame, spec in pairs]
+
+
+def own_address(host: str) -> str:
+    """Return this machine's address on the way to another one; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect((host, 1))
+        return str(asked.getsockname()[0])
 
 
 def _socket(kind: int) -> zmq.Socket[bytes]:

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from rillflow.errors import ConfigError
 from rillflow.records.metrics import Mean, Metrics, Sum, merge_metrics
 from rillflow_classic.fragment import Fragment
 from rillflow_classic.operators.steps import Rollout, join
@@ -43,6 +44,7 @@ class TrainerWorker:
         fragments: queue of fragments that wait.
         batch: fragments of a batch.
         prefetch: whether a thread assembles the next batch meanwhile.
+        room: fragments that the stream holds; those of a larger batch are copied as they come.
     """
 
     def __init__(
@@ -54,7 +56,15 @@ class TrainerWorker:
         *,
         batch: int = 1,
         prefetch: bool = True,
+        room: int = 1,
     ) -> None:
+        if fragments.table.capacity < batch:
+            raise ConfigError(
+                f"a batch of {batch} fragments from a queue of {fragments.table.capacity}",
+                why="the queue holds all fragments of a batch",
+                fix="enlarge the queue, or take smaller batches",
+            )
+        self._owns = fragments.reuses > 1 or batch > room
         self.learners, self.fragments, self._batch = learners, fragments, batch
         self._source, self._writer = source, writer
         self._lock = threading.Lock()
@@ -138,11 +148,11 @@ class TrainerWorker:
         received = self._source.take(wait_s)
         with self._lock:
             for each in received:
-                if self.fragments.reuses == 1:
-                    self.fragments.put(each)
-                else:
+                if self._owns:
                     self.fragments.put(copied(each))
                     each.release()
+                else:
+                    self.fragments.put(each)
             return self._joined()
 
     def _joined(self) -> Rollout | None:
@@ -150,7 +160,7 @@ class TrainerWorker:
         taken = self.fragments.take(self._batch, version)
         if taken is None:
             return None
-        is_view = self._batch == 1 and self.fragments.reuses == 1
+        is_view = self._batch == 1 and not self._owns
         items = [copied(each) if is_view else each for each in taken.items]
         several = len(items[0].fragments) > 1
         batch = join([each.fragments if several else next(iter(each.fragments.values())) for each in items])
