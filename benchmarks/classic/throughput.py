@@ -4,8 +4,8 @@
         --sb3 .sb3/bin/python --rllib .rllib/bin/python --sample-factory .sf/bin/python
 
 Every system plays the same environments (8 of them, 128 steps for a fragment, or 64 and 16) with the same
-network, frames, epochs (4) and minibatches (4), on the CPU. A round runs every system once, one after the other, each in a
-process of its own; the first fragments are not counted. Peers have environments of their own:
+network, frames, epochs (4) and minibatches (4), on the CPU. A round runs every system once, one after the
+other, each in a process of its own; the first fragments are not counted. Peers have environments of their own:
 
     python -m venv .sb3 && .sb3/bin/pip install stable-baselines3==2.9.2 'gymnasium[mujoco]' ale-py envpool
     python -m venv .rllib && .rllib/bin/pip install 'ray[rllib]==2.60.0' torch 'gymnasium[mujoco]' ale-py

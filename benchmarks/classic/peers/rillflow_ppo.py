@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
 from task import Clock, Task, read_task
 
 
 def main(task: Task) -> None:
     """Train with the plan's parts, and time both phases."""
-    from rillflow_classic.algorithms.ppo import PPOConfig
     from rillflow_classic.build import Parts, open_system
-    from rillflow_classic.config import ActorsConfig
-    from rillflow_classic.environments.config import EnvironmentSettings
-    from rillflow_classic.networks.config import NetworkConfig
+    from rillflow_classic.recipe import LoadedClassicRecipe
 
-    parts = Parts(
-        environment=EnvironmentSettings(id="Pong-v5" if task.is_frames else task.environment),
-        network=NetworkConfig(precision="bfloat16" if task.form == "bfloat16" else "float32"),
-        algorithm="ppo",
-        settings=PPOConfig(epochs=task.epochs, minibatches=task.minibatches),
-        workers=ActorsConfig(slots=task.slots, steps=task.steps),
-        policies=("policy",),
-        routes=None,
-        seed=task.seed,
-    )
+    recipe = {
+        "kind": "classic",
+        "environment": {"id": "Pong-v5" if task.is_frames else task.environment},
+        "network": {"precision": task.form or "float32"},
+        "workers": {"slots": task.slots, "steps": task.steps},
+        "algorithm": {"name": "ppo", "steps": 1, "epochs": task.epochs, "minibatches": task.minibatches},
+        "run": {"seed": task.seed},
+    }
+    parts = Parts.of(LoadedClassicRecipe.of(Path("run.toml"), recipe, ()))
     with ExitStack() as stack:
         system = open_system(parts, stack)
         system.reset(task.seed)
