@@ -102,9 +102,9 @@ def learner_of(name: str) -> Learner:
 
 
 def settings_of(name: str) -> Any:
-    """Return the settings of an algorithm without those of its run."""
+    """Return the settings of an algorithm; replay begins early."""
     found = algorithm_of(name).config
-    run = {"name": name, "steps": 1}
+    run = {"name": name, "steps": 1, "learning_starts": 64, "batch_size": 32}
     return found(**{key: value for key, value in run.items() if key in found.model_fields})
 
 

@@ -24,8 +24,14 @@ from rillflow_classic.worker_set import WorkerSet
 
 HERE = Path(__file__).parent
 PLUGIN = HERE.parents[1] / "plugins" / "classic" / "rillflow_classic"
-PLANS = {"a2c": "ppo", "a3c": "a3c", "ppo": "ppo"}
-"""Module of the hand-written form of every algorithm."""
+PLANS = {
+    "a2c": ("ppo", ("plan",)),
+    "a3c": ("a3c", ("plan",)),
+    "ppo": ("ppo", ("plan",)),
+    "dqn": ("dqn", ("plan", "train_from_replay")),
+    "apex": ("apex", ("plan", "count_steps", "learn")),
+}
+"""Module of the hand-written form of every algorithm, and the functions of its plan."""
 Lines = set[tuple[str, int]]
 
 
@@ -95,10 +101,12 @@ def ran_while(work: Callable[[], Any]) -> Lines:
 def run_inline(name: str) -> None:
     """Make a few items of a plan in this process."""
     backend = InlineBackend()
-    backend.open([Pool(name="actors", size=2, world=1)])
+    found, settings = algorithm_of(name), settings_of(name)
+    pools = {"actors": 2, **({} if found.pools is None else found.pools(settings))}
+    backend.open([Pool(name=pool, size=count, world=1) for pool, count in pools.items()])
     actors = WorkerSet(backend, "actors", partial(learning_actor, name, 4, 8))
     system = CallSystem(actors, {"policy": learner_of(name)})
-    for _ in islice(algorithm_of(name).plan(system, settings_of(name)), 3):
+    for _ in islice(found.plan(system, settings), 3):
         pass
     backend.close()
 
@@ -110,14 +118,20 @@ def lines_table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     shared = code_lines(HERE / "hand_written" / "actors.py")
+    replay = code_lines(HERE / "hand_written" / "replay.py")
     files = (PLUGIN / "operators").glob("*.py")
     whole = sum(size().code(path.read_text("utf-8")).total() for path in files)
-    for name, module in PLANS.items():
-        own = of_function(Path(inspect.getsourcefile(algorithm_of(name).plan) or ""), "plan")
+    for name, (module, functions) in PLANS.items():
+        names = vars(sys.modules[algorithm_of(name).plan.__module__])
+        own = {
+            each
+            for function in functions
+            for each in of_function(Path(inspect.getsourcefile(names[function]) or ""), function)
+        }
         hand = of_function(HERE / "hand_written" / f"{module}.py", "train")
         ran = own | ran_while(partial(run_inline, name))
         rows.append(
             f"| {name} | {len(own)} | {len(hand)} | {len(hand) / len(own):.1f} | {len(ran)} "
-            f"| {len(hand | shared)} | {whole} |"
+            f"| {len(hand | (shared | replay if name == 'apex' else shared))} | {whole} |"
         )
     return "\n".join(rows)

@@ -13,7 +13,8 @@ this process or at a worker; for a hand-written form, the actor class that they 
 
 *overhead*: both forms have the same actors on one Ray cluster. They take turns, and the form that begins
 changes with every round. *call*: an environment and a policy that do nothing, fragments of one step.
-*CartPole*: fragments of 16 x 128 steps, a policy that does nothing. *learning*: PPO, A2C and A3C.
+*CartPole*: fragments of 16 x 128 steps, a policy that does nothing. *learning*: whole algorithms. ``--cases apex``
+runs Ape-X; its two forms take different numbers of fragments for an update, so their rates do not compare.
 
 *depth*: items per second and lag of ``gather_async(num_async)`` if the controller does nothing with an item,
 and if it is as busy as the actors.
@@ -39,6 +40,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))
 
+import torch
 from benchmark_actors import StillLearner, learner_of, learning_actor, settings_of, still_actor
 from intervals import interval
 from measured_at import below_title, line
@@ -83,7 +85,7 @@ class Measured:
     """Microseconds of CPU time of this process for an item."""
 
 
-def measure(items: Iterator[Any], seconds: float, warm: int = 2) -> Measured:
+def measure(items: Iterator[Any], seconds: float, warm: int = 1) -> Measured:
     """Take items for some seconds."""
     for _ in range(warm):
         next(items)
@@ -102,7 +104,8 @@ class Cluster:
 
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for the processes of bare actors
         self._backend = ray_backend(heartbeat_s=0)
-        self._backend.open([Pool(name="actors", size=ACTORS, world=1)])
+        pools = {"actors": ACTORS, **algorithm_of("apex").pools(settings_of("apex"))}  # type: ignore[misc]
+        self._backend.open([Pool(name=name, size=size, world=1) for name, size in pools.items()])
         stack.callback(self._backend.close)
 
     def workers(self, make: Callable[[int], Actor]) -> WorkerSet[Actor]:
@@ -120,10 +123,20 @@ class Cluster:
         ray.get([each.reset.remote(1) for each in made])
         return made
 
+    def shards(self) -> list[Any]:
+        """Return bare Ray actors that hold the replay of Ape-X."""
+        from hand_written.replay import RemoteReplay
+
+        learner: Any = learner_of("apex")
+        make = partial(learner.replay_maker(), divided_by=settings_of("apex").shards)
+        return [RemoteReplay.remote(make, index) for index in range(settings_of("apex").shards)]
+
 
 def cases(cluster: Cluster, names: Sequence[str]) -> Iterator[Case]:
     """Make the actors of one comparison after the other."""
     from hand_written import a3c as a3c_by_hand
+    from hand_written import apex as apex_by_hand
+    from hand_written import dqn as dqn_by_hand
     from hand_written import ppo as ppo_by_hand
 
     for name, slots, steps in (("call", 0, 1), ("CartPole", 16, 128)):
@@ -144,22 +157,33 @@ def cases(cluster: Cluster, names: Sequence[str]) -> Iterator[Case]:
                 hand=lambda bare=bare: as_they_come(bare),
                 plan=lambda actors=actors: iter(from_workers(actors, "sample").gather_async()),
             )
-    for name, slots, steps in (("ppo", 16, 128), ("a2c", 16, 16), ("a3c", 16, 16)):
+    for name, slots, steps in (("ppo", 16, 128), ("a2c", 16, 16), ("a3c", 16, 16), ("dqn", 8, 8)):
         if name in names:
             make = partial(learning_actor, name, slots, steps)
             actors = cluster.workers(make)
             bare = cluster.bare(make, partial(learner_of, name) if name == "a3c" else None)
-            by_hand = a3c_by_hand if name == "a3c" else ppo_by_hand
+            by_hand = {"a3c": a3c_by_hand, "dqn": dqn_by_hand}.get(name, ppo_by_hand)
             yield Case(
                 name=f"{name}, learning CartPole",
                 steps=slots * steps * (1 if name == "a3c" else ACTORS),
                 hand=lambda name=name, bare=bare, by_hand=by_hand: by_hand.train(bare, learner_of(name)),
-                plan=lambda name=name, actors=actors: iter(
-                    algorithm_of(name).plan(
-                        CallSystem(actors, {"policy": learner_of(name)}), settings_of(name)
-                    )
-                ),
+                plan=lambda name=name, actors=actors: plan_of(name, actors),
             )
+    if "apex" in names:
+        make = partial(learning_actor, "apex", 8, 16)
+        actors, bare, settings = cluster.workers(make), cluster.bare(make), settings_of("apex")
+        yield Case(
+            name="apex, learning CartPole (updates, not steps)",
+            steps=settings.updates,
+            hand=lambda: apex_by_hand.train(bare, cluster.shards(), learner_of("apex"), settings),
+            plan=lambda: plan_of("apex", actors),
+        )
+
+
+def plan_of(name: str, actors: WorkerSet[Actor]) -> Iterator[Any]:
+    """Begin the plan of an algorithm with a new learner."""
+    system = CallSystem(actors, {"policy": learner_of(name)})
+    return iter(algorithm_of(name).plan(system, settings_of(name)))
 
 
 def as_they_come(actors: Sequence[Any]) -> Iterator[Any]:
@@ -281,9 +305,12 @@ def main() -> None:
     parser.add_argument("part", choices=["all", "lines", "overhead", "depth"])
     parser.add_argument("--rounds", type=int, default=25, help="rounds of each comparison")
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds of each form in a round")
-    parser.add_argument("--cases", default="call,CartPole,ppo,a2c,a3c", help="comparisons of the overhead")
+    parser.add_argument(
+        "--cases", default="call,CartPole,ppo,a2c,a3c,dqn", help="comparisons of the overhead"
+    )
     parser.add_argument("--write", metavar="FILE", help="where the page goes, besides the screen")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     parts = {"lines": lines_table, "overhead": overhead_table, "depth": depth_table}
     titles = {
         "lines": "Code lines of the function that runs the algorithm over workers",
