@@ -85,6 +85,12 @@ class Dock:
             self._owner = os.getpid()
         self._map()
 
+    def under(self, prefix: str) -> dict[str, Array]:
+        """Return the arrays whose names begin with a prefix, by the rest of their names."""
+        return {
+            name.removeprefix(prefix): each for name, each in self.arrays.items() if name.startswith(prefix)
+        }
+
     def ring(self, bell: str) -> None:
         """Wake the process that waits for a bell, now or at its next wait."""
         with contextlib.suppress(BlockingIOError):  # full of rings, so it wakes

@@ -22,7 +22,14 @@ from rillflow_classic.fragment import Array, FinishedEpisode, Fragment
 from rillflow_classic.policy import Acted, Weights
 from rillflow_classic.streams.dock import Dock
 from rillflow_classic.streams.stream import RETRY_S, UNLIMITED, ActingRequests, Received, StreamSpec
-from rillflow_classic.workers.recording import ActingLayout, Arrays, ArraySpec, fragment_of, spec_of
+from rillflow_classic.workers.recording import (
+    ActingLayout,
+    Arrays,
+    ArraySpec,
+    acted_of,
+    arrays_of_acted,
+    fragment_of,
+)
 
 _SAMPLE = "sample"
 _COPIES = 2
@@ -87,7 +94,7 @@ class MemorySink:
         if not len(free):
             return None
         slot = self._slots[lane] = self._of(lane).start + int(free[0])
-        return {policy: _slot_arrays(self._dock, self._spec, policy, slot) for policy in self._spec.layouts}
+        return {policy: _slot_arrays(self._dock, policy, slot) for policy in self._spec.layouts}
 
     def put(self, lane: int, fragments: Mapping[str, Fragment]) -> None:
         """See FragmentSink."""
@@ -147,7 +154,7 @@ class MemorySource:
         ended = int(self._dock.arrays[f"{policy}/ended"][slot])
         rows = self._dock.arrays[f"{policy}/episodes"][slot, :ended].tolist()
         episodes = [FinishedEpisode(total_reward=r, length=int(n), slot=int(s)) for r, n, s in rows]
-        arrays = _slot_arrays(self._dock, self._spec, policy, slot)
+        arrays = _slot_arrays(self._dock, policy, slot)
         return fragment_of(arrays, episodes=episodes, policy=policy, actor=actor)
 
     def _release(self, slot: int) -> None:
@@ -161,33 +168,27 @@ class MemoryClient:
     """Asks for the actions of one actor's lanes; see ActingClient."""
 
     def __init__(self, dock: Dock, spec: StreamSpec, policy: str, actor: int) -> None:
-        self._dock, self._spec, self._policy, self._actor = dock, spec, policy, actor
-        self._first = actor * spec.ring
-        own = slice(self._first, self._first + spec.ring)
-        take = dock.arrays
-        self._observations = take[f"{policy}/request/observations"][own]
-        has_state = spec.layouts[policy].initial is not None
-        self._state = take[f"{policy}/request/state"][own] if has_state else None
-        self._numbers, self._workers = take[f"{policy}/number"][own], take[f"{policy}/worker"][own]
-        self._answered = take[f"{policy}/answered"][:, own]
-        self._versions = take[f"{policy}/version"][:, own]
-        self._actions = take[f"{policy}/answer/actions"][:, own]
-        self._answer_state = take[f"{policy}/answer/state"][:, own] if has_state else None
-        self._outputs = {
-            name: take[f"{policy}/answer/outputs.{name}"][:, own] for name in spec.layouts[policy].outputs
-        }
+        self._dock, self._spec, self._actor = dock, spec, actor
+        self._layout = spec.layouts[policy]
+        first = actor * spec.ring
+        own = slice(first, first + spec.ring)
+        self._asked = {n: array[own] for n, array in dock.under(f"{policy}/request/").items()}
+        self._answers = {n: array[:, own] for n, array in dock.under(f"{policy}/answer/").items()}
+        self._numbers, self._workers = self._asked.pop("number"), self._asked.pop("worker")
+        self._answered = self._answers.pop("number")
+        self._versions = self._answers.pop("version")
+        self._workers[:] = (first + np.arange(spec.ring)) % spec.workers
         self._asked_at: dict[int, float] = {}
-        self._workers[:] = (self._first + np.arange(spec.ring)) % spec.workers
 
     def layout(self, *_: object) -> ActingLayout:
         """See ActingClient."""
-        return self._spec.layouts[self._policy]
+        return self._layout
 
     def post(self, lane: int, observations: Array, state: Array | None) -> None:
         """See ActingClient."""
-        self._observations[lane] = observations
-        if self._state is not None and state is not None:
-            self._state[lane] = state
+        self._asked["observations"][lane] = observations
+        if state is not None:
+            self._asked["state"][lane] = state
         self._numbers[lane] += 1
         self._ask(lane)
 
@@ -195,14 +196,15 @@ class MemoryClient:
         """See ActingClient; the arrays are overwritten after the lane's next ``post``."""
         worker = int(self._workers[lane])
         if self._answered[worker, lane] != self._numbers[lane]:
-            if time.monotonic() - self._asked_at[lane] > RETRY_S:
-                self._workers[lane] = (worker + 1) % self._spec.workers
-                self._ask(lane)
-            return None
-        outputs = {name: array[worker, lane] for name, array in self._outputs.items()}
-        state = None if self._answer_state is None else self._answer_state[worker, lane]
-        acted = Acted(actions=self._actions[worker, lane], outputs=outputs, state=state)
-        return acted, int(self._versions[worker, lane])
+            late = np.flatnonzero(self._answered[:, lane] == self._numbers[lane])
+            if not len(late):
+                if time.monotonic() - self._asked_at[lane] > RETRY_S:
+                    self._workers[lane] = (worker + 1) % self._spec.workers
+                    self._ask(lane)
+                return None
+            worker = self._workers[lane] = int(late[0])  # one that was asked before
+        answer = {name: array[worker, lane] for name, array in self._answers.items()}
+        return acted_of(answer), int(self._versions[worker, lane])
 
     def wait(self, seconds: float) -> None:
         """See ActingClient."""
@@ -218,18 +220,10 @@ class MemoryServer:
 
     def __init__(self, dock: Dock, spec: StreamSpec, policy: str, worker: int) -> None:
         self._dock, self._worker, self._ring = dock, worker, spec.ring
-        self._bell = f"request/{worker}"
-        take = dock.arrays
-        self._observations = take[f"{policy}/request/observations"]
-        has_state = spec.layouts[policy].initial is not None
-        self._state = take[f"{policy}/request/state"] if has_state else None
-        self._numbers, self._workers = take[f"{policy}/number"], take[f"{policy}/worker"]
-        self._answered, self._versions = take[f"{policy}/answered"][worker], take[f"{policy}/version"][worker]
-        self._actions = take[f"{policy}/answer/actions"][worker]
-        self._answer_state = take[f"{policy}/answer/state"][worker] if has_state else None
-        self._outputs = {
-            name: take[f"{policy}/answer/outputs.{name}"][worker] for name in spec.layouts[policy].outputs
-        }
+        self._asked = dock.under(f"{policy}/request/")
+        self._answers = {n: array[worker] for n, array in dock.under(f"{policy}/answer/").items()}
+        self._numbers, self._workers = self._asked.pop("number"), self._asked.pop("worker")
+        self._answered, self._versions = self._answers.pop("number"), self._answers.pop("version")
 
     def requests(self) -> ActingRequests | None:
         """See ActingServer."""
@@ -237,25 +231,17 @@ class MemoryServer:
         if not len(lanes):
             return None
         numbers = self._numbers[lanes]
-        observations, state = self._observations[lanes], None
-        if self._state is not None:
-            state = self._state[lanes]
-            state = state.reshape(-1, *state.shape[2:])
+        gathered = {name: array[lanes] for name, array in self._asked.items()}
+        rows = {name: array.reshape(-1, *array.shape[2:]) for name, array in gathered.items()}
         return ActingRequests(
-            observations=observations.reshape(-1, *observations.shape[2:]),
-            state=state,
-            lanes=lanes,
-            numbers=numbers,
+            observations=rows["observations"], state=rows.get("state"), lanes=lanes, numbers=numbers
         )
 
     def answer(self, requests: ActingRequests, acted: Acted, version: int) -> None:
         """See ActingServer."""
-        lanes = requests.lanes
-        _spread(self._actions, lanes, acted.actions)
-        for name, array in self._outputs.items():
-            _spread(array, lanes, acted.outputs[name])
-        if self._answer_state is not None and acted.state is not None:
-            _spread(self._answer_state, lanes, acted.state)
+        lanes, arrays = requests.lanes, arrays_of_acted(acted)
+        for name, array in self._answers.items():
+            array[lanes] = arrays[name].reshape(len(lanes), *array.shape[1:])
         self._versions[lanes] = version
         self._answered[lanes] = requests.numbers
         for actor in set((lanes // self._ring).tolist()):
@@ -263,7 +249,7 @@ class MemoryServer:
 
     def wait(self, seconds: float) -> None:
         """See ActingServer."""
-        self._dock.wait(self._bell, seconds)
+        self._dock.wait(f"request/{self._worker}", seconds)
 
 
 class MemoryReader:
@@ -342,28 +328,17 @@ def _specs(spec: StreamSpec) -> dict[str, ArraySpec]:
 
 def _acting_specs(spec: StreamSpec, layout: ActingLayout, lanes: int) -> dict[str, ArraySpec]:
     """Return the arrays of one policy's inference stream."""
-    asked = {"observations": layout.observations}
-    answered = {"actions": layout.actions} | {f"outputs.{n}": each for n, each in layout.outputs.items()}
-    if layout.initial is not None:
-        asked["state"] = answered["state"] = spec_of(layout.initial)
+    number = ArraySpec(shape=(), dtype="int64")
+    asked = layout.of_request() | {"number": number, "worker": number}
+    answered = layout.of_answer() | {"number": number, "version": number}
     specs = {f"request/{n}": _spec(each.dtype, lanes, *each.shape) for n, each in asked.items()}
-    specs |= {f"answer/{n}": _spec(e.dtype, spec.workers, lanes, *e.shape) for n, e in answered.items()}
     return specs | {
-        "number": _spec("int64", lanes),
-        "worker": _spec("int64", lanes),
-        "answered": _spec("int64", spec.workers, lanes),
-        "version": _spec("int64", spec.workers, lanes),
+        f"answer/{n}": _spec(each.dtype, spec.workers, lanes, *each.shape) for n, each in answered.items()
     }
 
 
-def _slot_arrays(dock: Dock, spec: StreamSpec, policy: str, slot: int) -> dict[str, Array]:
-    names = spec.layouts[policy].of_fragment(spec.steps)
-    return {name: dock.arrays[f"{policy}/fragment/{name}"][slot] for name in names}
-
-
-def _spread(array: Array, lanes: Array, values: Array) -> None:
-    """Write the values [R * N, ...] of several lanes into the rows of an array."""
-    array[lanes] = values.reshape(len(lanes), *array.shape[1:])
+def _slot_arrays(dock: Dock, policy: str, slot: int) -> dict[str, Array]:
+    return {name: array[slot] for name, array in dock.under(f"{policy}/fragment/").items()}
 
 
 def _spec(dtype: str, *shape: int) -> ArraySpec:

@@ -24,6 +24,8 @@ from rillflow_classic.policy import Acted, ActorPolicy
 Arrays = Mapping[str, Array]
 OUTPUT = "outputs."
 """Prefix of the names of a policy's outputs among the arrays of a fragment."""
+FIELDS = ("observations", "actions", "rewards", "terminated", "truncated", "valid", "versions")
+"""Arrays that every fragment has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class ArraySpec:
         return np.empty(self.shape, self.dtype)
 
 
-Specs = Mapping[str, ArraySpec]
+Specs = dict[str, ArraySpec]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,16 @@ class ActingLayout:
     initial: Array | None
     """[N, ...] recurrent state at the start of an episode; None without one."""
 
+    def of_request(self) -> Specs:
+        """Return the arrays of a request for actions."""
+        return {"observations": self.observations} | self._state()
+
+    def of_answer(self) -> Specs:
+        """Return the arrays of its answer."""
+        return (
+            {"actions": self.actions} | {OUTPUT + n: each for n, each in self.outputs.items()} | self._state()
+        )
+
     def of_fragment(self, steps: int) -> Specs:
         """Return the arrays of a fragment of T steps."""
         slots = self.observations.shape[0]
@@ -74,9 +86,11 @@ class ActingLayout:
             "valid": flags,
             "versions": ArraySpec(shape=(steps,), dtype="int64"),
         }
-        if self.initial is not None:
-            made["state"] = spec_of(self.initial)
-        return made | {OUTPUT + name: _over(spec, steps) for name, spec in self.outputs.items()}
+        outputs = {OUTPUT + name: _over(spec, steps) for name, spec in self.outputs.items()}
+        return made | self._state() | outputs
+
+    def _state(self) -> Specs:
+        return {} if self.initial is None else {"state": spec_of(self.initial)}
 
 
 def layout_of(policy: ActorPolicy, environment: VectorEnvironment, num_slots: int) -> ActingLayout:
@@ -120,9 +134,7 @@ class Recording:
         self._actions, self._rewards = arrays["actions"], arrays["rewards"]
         self._terminated, self._truncated = arrays["terminated"], arrays["truncated"]
         self._versions = arrays["versions"]
-        self._outputs = {
-            name.removeprefix(OUTPUT): value for name, value in arrays.items() if name.startswith(OUTPUT)
-        }
+        self._outputs = _outputs(arrays)
 
     def write(self, acted: Acted, version: int, stepped: Stepped, slots: Array | slice) -> None:
         """Write a step and the observations after it; ``slots`` are the policy's in the environment."""
@@ -155,15 +167,9 @@ def fragment_of(
 ) -> Fragment:
     """Return arrays of a fragment's layout as a Fragment, without a copy."""
     return Fragment(
-        observations=arrays["observations"],
-        actions=arrays["actions"],
-        rewards=arrays["rewards"],
-        terminated=arrays["terminated"],
-        truncated=arrays["truncated"],
-        valid=arrays["valid"],
-        outputs={n.removeprefix(OUTPUT): array for n, array in arrays.items() if n.startswith(OUTPUT)},
+        **{name: arrays[name] for name in FIELDS},
+        outputs=_outputs(arrays),
         state=arrays.get("state"),
-        versions=arrays["versions"],
         episodes=tuple(episodes),
         policy=policy,
         actor=actor,
@@ -172,23 +178,29 @@ def fragment_of(
 
 def arrays_of(fragment: Fragment) -> dict[str, Array]:
     """Return the arrays of a fragment by the names of its layout."""
-    arrays = {
-        "observations": fragment.observations,
-        "actions": fragment.actions,
-        "rewards": fragment.rewards,
-        "terminated": fragment.terminated,
-        "truncated": fragment.truncated,
-        "valid": fragment.valid,
-        "versions": fragment.versions,
-    }
-    if fragment.state is not None:
-        arrays["state"] = fragment.state
-    return arrays | {OUTPUT + name: array for name, array in fragment.outputs.items()}
+    arrays: dict[str, Array] = {name: getattr(fragment, name) for name in FIELDS}
+    state = {} if fragment.state is None else {"state": fragment.state}
+    return arrays | state | {OUTPUT + name: array for name, array in fragment.outputs.items()}
+
+
+def acted_of(arrays: Arrays) -> Acted:
+    """Return arrays of an answer's layout as Acted, without a copy."""
+    return Acted(actions=arrays["actions"], outputs=_outputs(arrays), state=arrays.get("state"))
+
+
+def arrays_of_acted(acted: Acted) -> dict[str, Array]:
+    """Return the arrays of Acted by the names of an answer's layout."""
+    state = {} if acted.state is None else {"state": acted.state}
+    return {"actions": acted.actions} | state | {OUTPUT + n: array for n, array in acted.outputs.items()}
 
 
 def spec_of(array: Array) -> ArraySpec:
     """Return an array's shape and type."""
     return ArraySpec(shape=array.shape, dtype=array.dtype.name)
+
+
+def _outputs(arrays: Arrays) -> dict[str, Array]:
+    return {name.removeprefix(OUTPUT): array for name, array in arrays.items() if name.startswith(OUTPUT)}
 
 
 def _over(spec: ArraySpec, rows: int) -> ArraySpec:

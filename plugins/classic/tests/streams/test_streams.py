@@ -304,8 +304,8 @@ def test_closed_streams_leave_no_descriptor_and_no_file() -> None:
 
 def test_a_message_without_the_token_or_of_other_sizes_is_dropped() -> None:
     transport = SocketTransport(spec_of())
-    source, stranger = transport.source(), zmq.Context.instance().socket(zmq.PUSH)
-    stranger.connect(transport.samples)
+    source, stranger = transport.source(), zmq.Context.instance().socket(zmq.DEALER)
+    stranger.connect(transport.address)
     shapes = transport.spec.layouts["policy"].of_fragment(STEPS).values()
     frames = [bytes(each.nbytes) for each in shapes]
     said = b'{"actor": 0, "lane": 0, "sink": "x", "episodes": {"policy": []}}'
