@@ -244,7 +244,7 @@ def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Itera
     if workers.trainers > 1 and not (algorithm.sums_gradients and len(recipe.policies) < 2):
         yield ConfigError(
             f"workers.trainers is {workers.trainers} and algorithm.name is {shown(algorithm.name)}",
-            why="several trainers need one policy whose learner sums its gradients over ranks: PPO or A2C",
+            why="several trainers need one policy whose learner sums its gradients over ranks",
             fix="set workers.trainers = 1",
         )
     if workers.trainers > 1 and (workers.place == "inline" or workers.inference == "trainer"):
