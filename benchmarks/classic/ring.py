@@ -157,7 +157,7 @@ def polled(
                 drain(source, 0.01)
             report = calls[1].read()
             calls[0].read()
-        return report.steps / report.elapsed_s, report.idle_s / report.elapsed_s
+        return report.rows / report.elapsed_s, report.idle_s / report.elapsed_s
     finally:
         transport.close()
 
