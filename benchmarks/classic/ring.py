@@ -22,6 +22,7 @@ A cell is the mean over rounds with its 95% interval; each round measures all si
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 import time
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--write", type=Path)
     asked = parser.parse_args()
-    page = [f"# Ring and streams\n\n{platform.machine()}, {platform.python_version()}, 2 cores.\n"]
+    page = [f"# Ring and streams\n\n{machine()}\n"]
     if asked.part in ("all", "ring"):
         page += [ring_table(WORKLOADS[name], asked) for name in asked.workloads]
     if asked.part in ("all", "streams"):
@@ -115,8 +116,8 @@ def ring_table(workload: Workload, asked: argparse.Namespace) -> str:
     for size in asked.sizes:
         law = min(size / (t_env + t_inf), 1 / t_env)
         cells = [f"{size}", f"{law:,.0f}"]
-        for workers in (size, 1):
-            values = found.get((size, workers))
+        own, shared = found.get((size, size)), found.get((size, 1))
+        for values in (own or shared, shared if own else None):
             if values is None:
                 cells += ["", "", ""]
                 continue
@@ -157,7 +158,7 @@ def polled(
                 drain(source, 0.01)
             report = calls[1].read()
             calls[0].read()
-        return report.steps / report.elapsed_s, report.idle_s / report.elapsed_s
+        return report.rows / report.elapsed_s, report.idle_s / report.elapsed_s
     finally:
         transport.close()
 
@@ -294,6 +295,14 @@ class Sender:
 def make_sender(transport: Any, index: int) -> Sender:
     """Return a sender in a worker's process."""
     return Sender(transport.sink(index))
+
+
+def machine() -> str:
+    """Return the machine, and how busy it was before the measurement."""
+    return (
+        f"{platform.machine()}, Python {platform.python_version()}, {os.cpu_count()} cores; load average of the "
+        f"last 15 minutes before the start: {os.getloadavg()[2]:.1f}."
+    )
 
 
 def whole(values: Sequence[float]) -> str:

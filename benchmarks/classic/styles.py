@@ -20,7 +20,6 @@ that were trained; each process has one thread of torch.
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 from contextlib import ExitStack
@@ -34,7 +33,7 @@ sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))
 
 from measured_at import below_title, line
-from ring import whole
+from ring import machine, whole
 from stream_parts import Workload, make_actor, make_policy_worker, on_core, transport_of
 
 from rillflow.workers.backend import Backend, Pool
@@ -78,6 +77,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     asked = parser.parse_args()
     on_core(-1)
+    before = machine()
     rows = [
         f"| network | {' | '.join(STYLES[style] for style in asked.styles)} | lag in versions |",
         "|---|" + "---:|" * (len(asked.styles) + 1),
@@ -90,7 +90,7 @@ def main() -> None:
         cells = [whole([speed for speed, _ in values]) for values in found.values()]
         lags = ", ".join(f"{fmean(lag for _, lag in values):.1f}" for values in found.values())
         rows.append(f"| {name} | {' | '.join(cells)} | {lags} |")
-    title = f"# Where the policy acts\n\n{platform.machine()}, Python {platform.python_version()}, 2 cores.\n"
+    title = f"# Where the policy acts\n\n{before}\n"
     command = f"Command: `python benchmarks/classic/styles.py {' '.join(sys.argv[1:])}`"
     text = below_title("\n".join([title, "Trained frames per second.\n", *rows, "", command, ""]), line())
     if asked.write:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rillflow.errors import ConfigError
-from rillflow.records.metrics import Max, Mean, Metrics, Sum, merge_metrics
+from rillflow.records.metrics import Max, Metrics, merge_metrics
 from rillflow.workers.backend import RankLost, Replacement
 from rillflow_classic.checkpointed import CheckpointedObjects
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext
@@ -22,9 +22,9 @@ from rillflow_classic.operators.steps import Rollout, async_rollouts, bulk_sync_
 from rillflow_classic.policy import Learner
 from rillflow_classic.streams.stream import UNLIMITED, Received, Transport
 from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet
-from rillflow_classic.workers.actor import Actor, ActorReport
+from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.buffer_worker import FragmentQueue
-from rillflow_classic.workers.policy_worker import PolicyReport, PolicyWorker
+from rillflow_classic.workers.policy_worker import PolicyWorker
 from rillflow_classic.workers.trainer_worker import TrainerWorker, copied
 
 _log = logging.getLogger(__name__)
@@ -301,7 +301,6 @@ class StreamSystem:
             self._trainer = TrainerWorker(
                 self.learners,
                 self._source,
-                self._writer,
                 self._queue,
                 batch=self._batch,
                 prefetch=self._prefetch,
@@ -360,7 +359,7 @@ class StreamSystem:
             self._trainer = None
 
     def _read(self, reports: Iterator[Any]) -> None:
-        self._metrics += [metrics_of(each) for each in reports]
+        self._metrics += [each.metrics for each in reports]
 
     def _recorder(self, context: PlanContext) -> Callable[[Rollout], Rollout]:
         def record(rollout: Rollout) -> Rollout:
@@ -372,15 +371,6 @@ class StreamSystem:
             return rollout
 
         return record
-
-
-def metrics_of(report: ActorReport | PolicyReport) -> Metrics:
-    """Return a report as metrics: shares of time, and rows of a batch."""
-    idle = Mean(total=report.idle_s, count=report.elapsed_s)
-    if isinstance(report, ActorReport):
-        return {"actor/idle/mean": idle, "actor/polled_steps/sum": Sum(value=float(report.steps))}
-    rows = Mean(total=float(report.rows), count=float(report.batches))
-    return {"policy_worker/idle/mean": idle, "policy_worker/batch/mean": rows}
 
 
 def check_calls(calls: Sequence[WorkerCall]) -> list[WorkerCall]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from rillflow_classic.fragment import Array, FinishedEpisode, Fragment, joined
 from rillflow_classic.policy import Acted, ActorPolicy, Weights
 from rillflow_classic.streams.stream import ActingClient, FragmentSink, ParameterReader, refresh
 from rillflow_classic.workers.recording import ActingLayout, Arrays, Recording, fragment_of, layout_of
+from rillflow_classic.workers.work_report import WorkMeter, WorkReport
 
 WAIT_S = 60.0
 """Longest wait of ``sample`` for actions."""
@@ -56,20 +57,6 @@ class InlineClient:
 
     def wait(self, seconds: float) -> None:
         """See ActingClient; actions are there at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActorReport:
-    """What an actor did since its last report."""
-
-    steps: int
-    """Environment steps, resets included."""
-    fragments: int
-    """Fragments that it finished, those of all policies of a lane counted once."""
-    idle_s: float
-    """Seconds in which it waited for actions or for room in its sample stream."""
-    elapsed_s: float
-    """Seconds since the last report."""
 
 
 class Actor:
@@ -126,8 +113,7 @@ class Actor:
         ]
         self._sink, self._parameters = sink, parameters
         self._seed, self._is_reset = seed, False
-        self._steps = self._fragments = 0
-        self._idle_s, self._reported = 0.0, time.perf_counter()
+        self._meter = WorkMeter("actor")
 
     @property
     def layouts(self) -> list[dict[str, ActingLayout]]:
@@ -176,15 +162,12 @@ class Actor:
                 self._check(deadline, open_lanes)
             open_lanes = [lane for lane in open_lanes if not lane.is_done]
         done = [lane.finish(self.index) for lane in self._ring]
-        self._steps += sum(each.valid.size for fragments in done for each in fragments.values())
-        self._fragments += len(done)
-        return (
-            joined_by_policy(done)
-            if len(done[0]) > 1
-            else joined([f for each in done for f in each.values()])
-        )
+        by_policy = {name: joined([each[name] for each in done]) for name in done[0]}
+        self._meter.rows += sum(each.valid.size for each in by_policy.values())
+        self._meter.batches += len(done)
+        return by_policy if len(self._clients) > 1 else next(iter(by_policy.values()))
 
-    def poll(self, budget_s: float) -> ActorReport:
+    def poll(self, budget_s: float) -> WorkReport:
         """Step environments and send fragments for a while, or until the trainer stops all workers.
 
         Each environment has at least one turn, also with a budget of 0. While the sample stream is full, an
@@ -200,20 +183,7 @@ class Actor:
                 break
             if not any(stepped):
                 self._wait(min(left, PAUSE_S))
-        return self.report()
-
-    def report(self) -> ActorReport:
-        """Return what was done since the last report."""
-        now = time.perf_counter()
-        made = ActorReport(
-            steps=self._steps,
-            fragments=self._fragments,
-            idle_s=self._idle_s,
-            elapsed_s=now - self._reported,
-        )
-        self._steps = self._fragments = 0
-        self._idle_s, self._reported = 0.0, now
-        return made
+        return self._meter.report()
 
     def close(self) -> None:
         """Close all environments."""
@@ -230,10 +200,10 @@ class Actor:
             lane.begin(arrays)
         if not lane.advance():
             return False
-        self._steps += lane.environment.num_slots
+        self._meter.rows += lane.environment.num_slots
         if lane.is_done:
             sink.put(lane.number, lane.finish(self.index))
-            self._fragments += 1
+            self._meter.batches += 1
         return True
 
     def _begin(self) -> None:
@@ -242,13 +212,12 @@ class Actor:
 
     def _wait(self, seconds: float) -> None:
         """Wait for actions if an environment needs some, else for room in the sample stream."""
-        began = time.perf_counter()
-        if self._sink is not None and not any(lane.has_recording for lane in self._ring):
-            self._sink.wait(seconds)
-        else:
-            for client in self._clients.values():
-                client.wait(max(0.0, seconds / len(self._clients)))
-        self._idle_s += time.perf_counter() - began
+        with self._meter.idle():
+            if self._sink is not None and not any(lane.has_recording for lane in self._ring):
+                self._sink.wait(seconds)
+            else:
+                for client in self._clients.values():
+                    client.wait(max(0.0, seconds / len(self._clients)))
 
     def _check(self, deadline: float, waiting: Sequence[_Lane]) -> None:
         if time.monotonic() > deadline:
@@ -405,11 +374,6 @@ def routed(agent: str, routes: Mapping[str, str]) -> str:
         why=f"the patterns are {', '.join(map(repr, routes)) or 'missing'}",
         fix="add a pattern that matches its whole name, such as '.*' at the end",
     )
-
-
-def joined_by_policy(fragments: Sequence[Mapping[str, Fragment]]) -> dict[str, Fragment]:
-    """Join fragments of several lanes or actors, policy by policy."""
-    return {name: joined([each[name] for each in fragments]) for name in fragments[0]}
 
 
 def restarted(state: Array, initial: Array | None, resets: Array) -> Array:

@@ -19,27 +19,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rillflow_classic.policy import ActorPolicy
 from rillflow_classic.streams.stream import ActingServer, ParameterReader, refresh
+from rillflow_classic.workers.work_report import WorkMeter, WorkReport
 
 PAUSE_S = 0.05
 """Longest wait for a request before the worker looks at the parameter stream."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyReport:
-    """What a policy worker did since its last report."""
-
-    batches: int
-    """Batches that it computed."""
-    rows: int
-    """Observations in them."""
-    idle_s: float
-    """Seconds without a request."""
-    elapsed_s: float
-    """Seconds since the last report."""
 
 
 class PolicyWorker:
@@ -58,10 +44,9 @@ class PolicyWorker:
         parameters: ParameterReader | None = None,
     ) -> None:
         self.policies, self._servers, self._parameters = policies, servers, parameters
-        self._batches = self._rows = 0
-        self._idle_s, self._reported = 0.0, time.perf_counter()
+        self._meter = WorkMeter("policy_worker")
 
-    def poll(self, budget_s: float) -> PolicyReport:
+    def poll(self, budget_s: float) -> WorkReport:
         """Answer requests for a while, or until the trainer stops all workers."""
         deadline = time.monotonic() + budget_s
         while not self._is_stopped:
@@ -71,14 +56,13 @@ class PolicyWorker:
                 break
             if not answered:
                 self.wait(min(left, PAUSE_S))
-        return self.report()
+        return self._meter.report()
 
     def wait(self, seconds: float) -> None:
         """Wait until a request has come, at most this long."""
-        began = time.perf_counter()
-        for server in self._servers.values():
-            server.wait(seconds / len(self._servers))
-        self._idle_s += time.perf_counter() - began
+        with self._meter.idle():
+            for server in self._servers.values():
+                server.wait(seconds / len(self._servers))
 
     def answer(self) -> int:
         """Answer all requests that have arrived; return the number of observations."""
@@ -90,25 +74,15 @@ class PolicyWorker:
             policy = self.policies[name]
             acted = policy.act(requests.observations, requests.state)
             server.answer(requests, acted, policy.version)
-            self._batches += 1
+            self._meter.batches += 1
             rows += len(requests.observations)
-        self._rows += rows
+        self._meter.rows += rows
         return rows
 
     def seed(self, seed: int) -> None:
         """Restart the random numbers of all policies."""
         for place, policy in enumerate(self.policies.values()):
             policy.seed(seed + place)
-
-    def report(self) -> PolicyReport:
-        """Return what was done since the last report."""
-        now = time.perf_counter()
-        made = PolicyReport(
-            batches=self._batches, rows=self._rows, idle_s=self._idle_s, elapsed_s=now - self._reported
-        )
-        self._batches = self._rows = 0
-        self._idle_s, self._reported = 0.0, now
-        return made
 
     @property
     def _is_stopped(self) -> bool:

@@ -1,7 +1,7 @@
 """Trainer worker: assembles the next batch while the present one is trained.
 
-    sample stream ─> FragmentQueue ─ join: the only copy ─> next batch ─> learner ─> parameter stream
-    └────────────── thread ───────────────────────────────┘
+    sample stream ─> FragmentQueue ─ join: the only copy ─> next batch ─> learner
+    └────────────────────────── thread ─────────────────┘
 
 Loop of the thread
     consumes      fragments of the sample stream
@@ -22,11 +22,10 @@ from dataclasses import replace
 import numpy as np
 
 from rillflow.errors import ConfigError
-from rillflow.records.metrics import Mean, Metrics, Sum, merge_metrics
-from rillflow_classic.fragment import Fragment
+from rillflow.records.metrics import Metrics, Sum
 from rillflow_classic.operators.steps import Rollout, join
 from rillflow_classic.policy import Learner
-from rillflow_classic.streams.stream import FragmentSource, ParameterWriter, Received
+from rillflow_classic.streams.stream import FragmentSource, Received
 from rillflow_classic.workers.buffer_worker import FragmentQueue
 from rillflow_classic.workers.recording import arrays_of, fragment_of
 
@@ -35,12 +34,11 @@ PAUSE_S = 0.05
 
 
 class TrainerWorker:
-    """Learners, and the streams that feed them and their actors.
+    """The learners' end of the sample stream.
 
     Args:
         learners: learner of every policy, by name.
         source: sample stream.
-        writer: parameter stream.
         fragments: queue of fragments that wait.
         batch: fragments of a batch.
         prefetch: whether a thread assembles the next batch meanwhile.
@@ -51,7 +49,6 @@ class TrainerWorker:
         self,
         learners: Mapping[str, Learner],
         source: FragmentSource,
-        writer: ParameterWriter,
         fragments: FragmentQueue,
         *,
         batch: int = 1,
@@ -66,7 +63,7 @@ class TrainerWorker:
             )
         self._owns = fragments.reuses > 1 or batch > room
         self.learners, self.fragments, self._batch = learners, fragments, batch
-        self._source, self._writer = source, writer
+        self._source = source
         self._lock = threading.Lock()
         self._ready: queue.Queue[Rollout] = queue.Queue(1)
         self._error: BaseException | None = None
@@ -87,40 +84,12 @@ class TrainerWorker:
                 raise self._error from None
             return None
 
-    def step(self, wait_s: float) -> Metrics | None:
-        """Train every policy on the next batch and publish its weights; None without a batch."""
-        batch = self.next(wait_s)
-        if batch is None:
-            return None
-        parts = [batch] if isinstance(batch, Fragment) else list(batch.values())
-        found = []
-        for part in parts:
-            learner = self.learners[part.policy]
-            lag = learner.version - float(part.versions.mean())
-            found.append({**learner.update(part), "actor/lag/mean": Mean(total=lag, count=1.0)})
-            self.publish(part.policy)
-        return merge_metrics(found)
-
-    def publish(self, policy: str) -> None:
-        """Send a policy's weights."""
-        learner = self.learners[policy]
-        self._writer.publish(policy, learner.version, learner.weights())
-
     def metrics(self) -> Metrics:
         """Return what the queue dropped since the last call."""
         with self._lock:
             dropped = sum(self.fragments.table.dropped.values())
             self.fragments.table.dropped.clear()
         return {"actor/dropped_fragments/sum": Sum(value=float(dropped))}
-
-    def clear(self) -> None:
-        """Drop all fragments and the batch that is ahead."""
-        with self._lock:
-            for received in self._source.take(0.0):
-                received.release()
-            self.fragments.clear("the actors begin anew")
-            with contextlib.suppress(queue.Empty):
-                self._ready.get_nowait()
 
     def close(self) -> None:
         """End the thread."""

@@ -137,8 +137,7 @@ def test_a_full_stream_stops_the_actor_until_a_fragment_is_released(kind: str) -
 def test_an_actor_waits_for_its_first_weights_and_takes_the_newest(kind: str) -> None:
     transport = made(kind, spec_of())
     actor, source, writer = actor_of(transport), transport.source(), transport.writer()
-    actor.poll(0.0)
-    assert actor.report().steps == 0
+    assert actor.poll(0.0).rows == 0
     for version in (1, 5, 9):
         writer.publish("policy", version, weights(version))
     run(kind, actor, STEPS)
