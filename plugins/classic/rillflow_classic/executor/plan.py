@@ -5,9 +5,9 @@
                             └──────────────────────────────────────────┘     after=t: t later
 
 Logical time is a tag (time, microstep). A reaction runs at a tag if one of its inputs has a value there. Its
-level is the length of the longest chain of reactions before it within a tag, so the reactions of one level may
-run side by side. Two reactions of one reactor never do: the one that was declared first is first. A cycle without
-a delay has no level and is refused.
+level is the length of the longest chain of reactions before it within a tag, so the reactions of one level
+may run side by side. Two reactions of one reactor never do: the one that was declared first is first. A cycle
+without a delay has no level and is refused.
 
 Source: Kwok et al., "Efficient parallel reinforcement learning framework using the reactor model", SPAA 2024.
 """

@@ -4,8 +4,8 @@
               └─ shared by all workers: each takes the next index of a counter
 
 A value is written into its channel's slot and read there by reference: there is no queue, no object store and
-no lock on its way. The workers share a level of which several reactions run: two lock operations for each worker
-and level, whatever the number of messages. A level with one reaction runs in the caller's thread.
+no lock on its way. The workers share a level of which several reactions run: two lock operations for each
+worker and level, whatever the number of messages. A level with one reaction runs in the caller's thread.
 
 Results depend on no number of workers: the tags say which reactions run, and every channel has one writer.
 
@@ -144,7 +144,7 @@ class StaticRun(ExitStack):
         return self._values[slot] if self._stamps[slot] == self._number else None
 
     def _push(self, tag: Tag, slot: int, value: Any) -> None:
-        """Give a slot a value at a later tag; of two values for one tag the one that was pushed last counts."""
+        """Give a slot a value at a later tag; of two values for one tag, the later pushed counts."""
         heapq.heappush(self._queue, (tag, next(self._order), slot, value))
 
     def _run_level(self, tag: Tag, level: list[_Compiled]) -> None:
