@@ -337,7 +337,7 @@ def fragment_metrics(data: Fragment, version: int) -> dict[str, Metric]:
 
 
 def _metrics(totals: Tensor, count: float, norms: Sequence[float]) -> dict[str, Metric]:
-    names = ("loss", "value_loss", "entropy", "kl", "clipped")
+    names = ("loss", "value_loss", "entropy", "approximate_kl", "clipped")
     values = zip(names, totals.tolist(), strict=True)
     means: dict[str, Metric] = {
         f"policy/{name}/mean": Mean(total=total, count=count) for name, total in values
