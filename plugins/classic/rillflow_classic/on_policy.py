@@ -337,11 +337,9 @@ def fragment_metrics(data: Fragment, version: int) -> dict[str, Metric]:
 
 
 def _metrics(totals: Tensor, count: float, norms: Sequence[float]) -> dict[str, Metric]:
-    names = ("loss", "value_loss", "entropy", "approximate_kl", "clipped")
+    names = ("loss/mean", "value_loss/mean", "entropy/mean", "approximate_kl/mean", "clipped/share")
     values = zip(names, totals.tolist(), strict=True)
-    means: dict[str, Metric] = {
-        f"policy/{name}/mean": Mean(total=total, count=count) for name, total in values
-    }
+    means: dict[str, Metric] = {f"policy/{name}": Mean(total=total, count=count) for name, total in values}
     return means | {"policy/gradient_norm/mean": Mean(total=sum(norms), count=len(norms))}
 
 
