@@ -300,8 +300,8 @@ def make_sender(transport: Any, index: int) -> Sender:
 def machine() -> str:
     """Return the machine, and how busy it was before the measurement."""
     return (
-        f"{platform.machine()}, Python {platform.python_version()}, {os.cpu_count()} cores; load average of the "
-        f"last 15 minutes before the start: {os.getloadavg()[2]:.1f}."
+        f"{platform.machine()}, Python {platform.python_version()}, {os.cpu_count()} cores; load average "
+        f"of the 15 minutes before the start: {os.getloadavg()[2]:.1f}."
     )
 
 
