@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 MAY_CHANGE = (
     *("algorithm.steps", "environment.run", "environment.processes", "environment.step_timeout_s"),
+    "workers.threads",
     *(f"run.{name}" for name in ("dir", "tags", "threads", "keep_checkpoints", "trackers")),
     *(f"evaluate.{name}" for name in ("every", "episodes", "success", "video")),
 )
