@@ -30,7 +30,7 @@ def test_the_gradient_for_its_own_fragments_is_that_of_a2c(network: str, actions
     wanted, found = one.gradients(data), other.gradients(data)
     for expected, gradient in zip(wanted[0], found[0], strict=True):
         torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
-    assert found[1]["policy/kl/mean"].value == pytest.approx(0, abs=1e-6)
+    assert found[1]["policy/approximate_kl/mean"].value == pytest.approx(0, abs=1e-6)
 
 
 def test_the_gradient_for_another_policy_is_that_of_the_paper_s_loss() -> None:
@@ -68,8 +68,8 @@ def test_the_gradient_for_another_policy_is_that_of_the_paper_s_loss() -> None:
     (loss / rows).backward()  # type: ignore[no-untyped-call]
     for gradient, parameter in zip(gradients, network.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-4)
-    assert metrics["policy/kl/mean"].value > 1e-3
-    assert metrics["policy/clipped/mean"].value == pytest.approx(num_clipped / rows) != 0
+    assert metrics["policy/approximate_kl/mean"].value > 1e-3
+    assert metrics["policy/clipped/share"].value == pytest.approx(num_clipped / rows) != 0
 
 
 def opened(stack: ExitStack, **algorithm: Any) -> OpenedRecipe:

@@ -6,9 +6,9 @@
     rollouts  fragments as they come ─> batches ─> queue
     learn     queue ─> update ─> weights for all actors, at every k-th update
 
-It is A2C whose returns and advantages are those of V-trace: for fragments of the learner's own policy, pi = mu,
-both are n-step returns, and the gradient is that of A2C. A fragment is at most ``num_async`` + ``queued`` batches
-and ``publish_every`` updates old; ``actor/lag/mean`` is its age in updates.
+It is A2C whose returns and advantages are those of V-trace: for fragments of the learner's own policy,
+pi = mu, both are n-step returns, and the gradient is that of A2C. A fragment is at most ``num_async`` +
+``queued`` batches and ``publish_every`` updates old; ``actor/lag/mean`` is its age in updates.
 """
 
 from __future__ import annotations
@@ -66,12 +66,15 @@ class ImpalaLearner(OnPolicyLearner):
         )
         log_ratios = (logprobs - acted)[steps["valid"]]
         ratios = torch.exp(log_ratios)
-        sums = {"kl": (ratios - 1 - log_ratios).sum(), "clipped": (ratios > settings.clip_rho).sum()}
+        sums = {
+            "approximate_kl/mean": (ratios - 1 - log_ratios).sum(),
+            "clipped/share": (ratios > settings.clip_rho).sum(),
+        }
         return Estimates(
             logprobs=logprobs,
             advantages=corrected.advantages,
             returns=corrected.targets,
-            metrics={f"policy/{k}/mean": Mean(total=float(v), count=len(ratios)) for k, v in sums.items()},
+            metrics={f"policy/{k}": Mean(total=float(v), count=len(ratios)) for k, v in sums.items()},
         )
 
 
