@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from rillflow.app.model_files import require_template
+from rillflow.app.recipe import KIND, other_kind
 from rillflow.app.trained import model_directory
 from rillflow.config.load import validate
 from rillflow.errors import DataError
@@ -74,6 +75,8 @@ class Respondent:
         chat: bool = False,
     ) -> None:
         config = cast(dict[str, Any], read_config(run))
+        if KIND in config:
+            raise other_kind(str(run))
         trained = validate(RolloutConfig, config["rollout"], str(run / layout.CONFIG))
         limit = trained.max_tokens if max_tokens is None else max_tokens
         asked = {"temperature": temperature, "max_tokens": limit, "stop": trained.stop, "max_rows": 1}

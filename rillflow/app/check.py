@@ -134,7 +134,8 @@ def placement_lines(recipe: Recipe) -> list[str]:
     placement = recipe.placement
     device = "cuda" if recipe.run.device.startswith("cuda") else recipe.run.device
     ranks = sum(placement.pools.values())
-    where = "in this process" if placement.is_inline else f"on Ray, {ranks} processes"
+    on = "of this machine" if placement.backend == "process" else "on Ray"
+    where = "in this process" if placement.is_inline else f"{ranks} processes {on}"
     lines, models = [f"{where}; device {device}"], model_roles(recipe, recipe.roles)
     for role in recipe.roles:
         pool = placement.pool_of(role)

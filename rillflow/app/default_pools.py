@@ -113,7 +113,7 @@ def require_devices(recipe: Recipe) -> None:
         raise ConfigError(
             f"the pools {', '.join(sorted(taking))} have {wanted} ranks, and this machine has {there} CUDA "
             f"device{'s' if there > 1 else ''}",
-            why="on Ray every rank takes a device of its own",
+            why="every rank that is a process takes a device of its own",
             fix='set placement.backend = "inline", where all ranks share one device, or run.device = "cpu"; '
             "or use fewer ranks (algorithm.freshness = 0 needs one)",
         )
@@ -125,5 +125,6 @@ def _devices(recipe: Recipe) -> int:
 
     placement = recipe.placement
     joined = placement.address or os.environ.get("RAY_ADDRESS") or "local"
+    joined = "local" if placement.backend == "process" else joined
     takes = placement.backend != "inline" and joined == "local" and recipe.run.device in ("auto", "cuda")
     return (cuda_devices() or 0) if takes else 0

@@ -48,6 +48,7 @@ from rillflow.runs.report.write import write_report
 from rillflow.runs.run_data import load
 from rillflow.runs.run_directory import RunDirectory, holds_step, set_aside
 from rillflow.runs.summary import Summary, render_text, summarise, warnings_of
+from rillflow.runs.trackers.config import TrackersConfig
 from rillflow.runs.trackers.process import Trackers
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def launch(
         _run(facts, notes, run, progress, plan, command, asked, repeat)
         summary = summarise(path)
     if not quiet:
-        _say(summary, path)
+        say_summary(summary, path)
     return summary
 
 
@@ -121,22 +122,50 @@ def _run(
     asked: Interruption,
     repeat: RecordedDecisions | None,
 ) -> None:
-    """Run the remaining steps, then write the summary and the report, also if the run ends early."""
+    """Run the remaining steps, from the newest checkpoint again after a rank has died."""
+    recipe = facts.recipe
+
+    def train(trackers: Trackers) -> None:
+        once = partial(_train, facts, run, progress, plan, command, asked, repeat, trackers)
+        restarted(once, recipe.run.restarts, run, progress, asked)
+
+    finished = is_finished(recipe, run.path)
+    carry_out(None if finished else train, run, progress, asked, recipe.run.trackers, facts.base, notes)
+
+
+def carry_out(
+    train: Callable[[Trackers], None] | None,
+    run: RunDirectory,
+    progress: Progress,
+    asked: Interruption,
+    trackers: TrackersConfig,
+    base: Path,
+    notes: Sequence[str] = (),
+) -> None:
+    """Train with trackers, then write the summary and the report, also if the run ends early.
+
+    Args:
+        train: makes the remaining steps; None if the run is finished.
+        run: the run directory.
+        progress: the display for the user.
+        asked: tells whether the user wants to stop.
+        trackers: settings of the trackers.
+        base: the recipe's folder.
+        notes: what the user should know before the start.
+    """
     for note in run.notes:
         progress.note(f"damaged: {note}")
-    if is_finished(facts.recipe, run.path):
+    if train is None:
         progress.note(f"{run.path} is finished; --fresh sets it aside and starts again")
     else:
         for note in (*notes, *warnings_of(load(run.path))):
             progress.note(f"note: {note}")
         asked.say = progress.note
         try:
-            named = facts.recipe.run.trackers.named
-            with Trackers(run.path, named, facts.base, progress.note) as trackers:
-                train = partial(_train, facts, run, progress, plan, command, asked, repeat, trackers)
+            with Trackers(run.path, trackers.named, base, progress.note) as processes:
                 try:
                     with asked.orderly():
-                        restarted(train, facts.recipe.run.restarts, run, progress, asked)
+                        train(processes)
                 finally:
                     asked.stage = RunStage.ENDING
         except Exception:
@@ -148,7 +177,7 @@ def _run(
         progress.note(f"the run is finished, but its report is not; the same command writes it: {error}")
 
 
-def _say(summary: Summary, path: Path) -> None:
+def say_summary(summary: Summary, path: Path) -> None:
     """Show a run's summary, and its plan's seconds next to the measured ones."""
     Progress.say(render_text(summary))
     compared = compare(load(path))

@@ -153,7 +153,7 @@ def _in_one_process(what: str) -> ConfigError:
     return ConfigError(
         f"{what}, and the run has only one process",
         why="parameters are sharded over ranks, and every rank is a separate process",
-        fix='set placement.backend = "ray"',
+        fix='set placement.backend = "ray" or "process"',
     )
 
 

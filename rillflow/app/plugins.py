@@ -1,6 +1,7 @@
 """Plugins: separate distributions that add commands and predictions to Rillflow.
 
     entry points of group "rillflow.plugins" ─> Plugin ─┬─ commands of the command line
+                                                        ├─ recipes of other kinds: run, check, graph
                                                         ├─ Planning: predictions for a run and its report
                                                         └─ TrainingServer: the service of serve --train
 
@@ -18,13 +19,20 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
+    from rillflow.app.check_report import Report
     from rillflow.app.recipe import LoadedRecipe
+    from rillflow.config.load import Override
+    from rillflow.config.schema import Data
+    from rillflow.controller.interrupt import Interruption
+    from rillflow.graph.graph import Graph
     from rillflow.placement.plan import Plan
+    from rillflow.records.metrics import Metrics
     from rillflow.runs.report.measured import Predict
+    from rillflow.runs.summary import Summary
 
 GROUP = "rillflow.plugins"
 SHIPPED: Mapping[str, Mapping[str, str]] = {
@@ -36,8 +44,13 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
     "merging": {"merge": "merge several models into one, by averages, task vectors or optimal transport"},
     "service": {},
     "training_service": {},
+    "classic": {},
 }
 """The plugins of this project by name, and the help of their commands."""
+KINDS = {"classic": "classic"}
+"""Kinds of recipes that these plugins run, and the plugin of each."""
+EXTRAS = ("classic",)
+"""Plugins that are also extras of the package itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +79,54 @@ class Planning(Protocol):
     def predict_steps(self, algorithms: Sequence[Algorithm]) -> Predict:
         """Return the function that simulates steps of a run, for its report and timeline."""
         ...
+
+
+class PluginRecipe(Protocol):
+    """A checked recipe of a plugin's kind; the commands treat it like a recipe of a language model."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        ...
+
+    @property
+    def tags(self) -> Sequence[str]:
+        """The setting ``run.tags``."""
+        ...
+
+    @property
+    def threads(self) -> int:
+        """The setting ``run.threads``."""
+        ...
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run in ``directory`` has made the last step of this recipe."""
+        ...
+
+    def run(
+        self,
+        *,
+        fresh: bool = False,
+        quiet: bool = False,
+        command: Sequence[str] = (),
+        told: Callable[[str, int, Metrics], None] | None = None,
+        interruption: Interruption | None = None,
+    ) -> Summary:
+        """Run it to its end, from the newest checkpoint if there is one; arguments as of ``launch``."""
+        ...
+
+    def check(self, *, every_setting: bool = False, runs_code: bool = True) -> Report:
+        """Report everything that can be known before it runs."""
+        ...
+
+    def graphs(self) -> list[Graph]:
+        """Return its dataflow, one graph for each phase."""
+        ...
+
+
+LoadPluginRecipe = Callable[["Path", "Data", "Sequence[Override]"], PluginRecipe]
+"""Checks a recipe: its file, the file's data, and the settings to change."""
 
 
 class TrainingServer(Protocol):
@@ -104,6 +165,8 @@ class Plugin:
     """Returns the planner; it may import heavy modules."""
     training: Callable[[], TrainingServer] | None = None
     """Returns the service whose clients train."""
+    recipes: Mapping[str, LoadPluginRecipe] = field(default_factory=dict)
+    """Loads recipes of other kinds, by the ``kind`` that their first line names."""
 
 
 @cache
@@ -168,6 +231,29 @@ def training(needed_by: str) -> TrainingServer:
     return made()
 
 
+def recipe_loader(kind: object, recipe: Path) -> LoadPluginRecipe:
+    """Return the function that loads recipes of a kind.
+
+    Args:
+        kind: the recipe's ``kind``.
+        recipe: the recipe's file, for errors.
+
+    Raises:
+        ConfigError: no plugin has this kind, or its plugin is not installed.
+    """
+    known = {name: load for each in installed().values() for name, load in each.recipes.items()}
+    if isinstance(kind, str) and kind in known:
+        return known[kind]
+    if isinstance(kind, str) and kind in KINDS:
+        raise missing(f"{recipe}, a recipe of the kind {kind!r},", KINDS[kind])
+    kinds = sorted({*known, *KINDS})
+    raise ConfigError(
+        f"{recipe}: kind is {kind!r}",
+        why=f"the kinds are {', '.join(kinds)}; a recipe of a language model has no kind",
+        fix=nearest(str(kind), kinds),
+    )
+
+
 def predict_steps(algorithms: Sequence[Algorithm] = ()) -> Predict | None:
     """Return the installed planner's simulation of a run's steps; None if no planner is installed.
 
@@ -192,7 +278,8 @@ def missing(what: str, plugin: str) -> ConfigError:
 
 def install_line(plugin: str) -> str:
     """Return the command that installs a plugin."""
-    return f"pip install rillflow-{plugin}   (in a clone: pip install ./plugins/{plugin})"
+    named = f"'rillflow[{plugin}]'" if plugin in EXTRAS else f"rillflow-{plugin}"
+    return f"pip install {named}   (in a clone: pip install ./plugins/{plugin})"
 
 
 def commands(taken: Collection[str] = ()) -> Mapping[str, Command]:

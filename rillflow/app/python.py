@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.app.facts import Given
 from rillflow.app.launch import launch
-from rillflow.app.recipe import LoadedRecipe, leaves, load_recipe
+from rillflow.app.recipe import KIND, LoadedRecipe, RecipeSource, leaves, load_recipe, open_recipe
 from rillflow.app.run import Run
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import CallbackError, ConfigError, Interrupted, RewardError
@@ -84,6 +84,7 @@ def train(
     """
     over, rows = dict(settings or {}), None if isinstance(prompts, str | Path) else prompts
     base = Path() if isinstance(recipe, Mapping) else Path(recipe).parent
+    _refuse(recipe, {"prompts": prompts, "reward": reward, "algorithms": algorithms or None})
     if prompts is not None:
         over["task.source"] = GIVEN if rows is not None else _relative(str(prompts), base)
     named, functions = _rewards(reward, base)
@@ -91,21 +92,32 @@ def train(
     _require_callable(callbacks)
     if dir is not None:
         over["run.dir"] = str(dir)
-    loaded = load_recipe(recipe, over, algorithms)
-    if rows is not None and not _holds_out(loaded, recipe):
+    opened, asked = open_recipe(recipe, over, algorithms), Interruption()
+    if isinstance(opened, LoadedRecipe) and rows is not None and not _holds_out(opened, recipe):
         over |= {"task.held_out": 0, "task.held_out_source": None}
-        loaded = load_recipe(recipe, over, algorithms)
-    asked = Interruption()
-    run = Run(Path(str(loaded.recipe.run.dir)), asked)
+        opened = load_recipe(recipe, over, algorithms)
+    run = Run(opened.directory, asked)
+    how: Any = {"fresh": fresh, "quiet": quiet, "told": _Callbacks(callbacks, run), "interruption": asked}
     try:
-        given, told = Given(rows=rows, reward=functions), _Callbacks(callbacks, run)
-        launch(
-            loaded.recipe, loaded.base, fresh=fresh, quiet=quiet, given=given, told=told, interruption=asked
-        )
+        if isinstance(opened, LoadedRecipe):
+            launch(opened.recipe, opened.base, given=Given(rows=rows, reward=functions), **how)
+        else:
+            opened.run(**how)
     except Interrupted:
         if not run.is_stopped:
             raise
     return run
+
+
+def _refuse(recipe: str | Path | Mapping[str, Any], given: Mapping[str, object]) -> None:
+    """Refuse arguments about a language model for a recipe of another kind."""
+    name = next((name for name, value in given.items() if value is not None), "")
+    if name and KIND in RecipeSource.of(recipe, ()).data:
+        raise ConfigError(
+            f"{name} is given for {'a recipe' if isinstance(recipe, Mapping) else recipe} with a {KIND}",
+            why="it is for recipes of language models",
+            fix="leave it out",
+        )
 
 
 def _require_callable(callbacks: Sequence[object]) -> None:

@@ -22,11 +22,13 @@ from rillflow.app.corrections import with_correction
 from rillflow.app.default_pools import with_pools
 from rillflow.app.device_defaults import AUTO, choices, with_values, without_auto
 from rillflow.app.phases import phase_plans
+from rillflow.app.plugins import PluginRecipe, recipe_loader
 from rillflow.app.role_table import ROLES, Start
 from rillflow.app.trained import named_model
 from rillflow.config.load import Override, apply_overrides, parse_override, read_toml, validate
 from rillflow.config.problems import together
-from rillflow.config.schema import Section, tags
+from rillflow.config.schema import Data, Section, tags
+from rillflow.errors import ConfigError
 from rillflow.models.config import ModelConfig
 from rillflow.rewards.config import CostConfig, RewardConfig
 from rillflow.rollout.config import RolloutConfig, Temperature
@@ -37,6 +39,9 @@ from rillflow.workers.config import PlacementConfig
 
 RECIPE_FILE = "run.toml"
 """Usual file name of a recipe; its run is then named after the folder."""
+
+KIND = "kind"
+"""Key of a recipe that a plugin runs."""
 
 if TYPE_CHECKING:
     AnyAlgorithm: TypeAlias = AlgorithmConfig
@@ -252,9 +257,81 @@ class LoadedRecipe:
     default that the device and the model determine."""
 
     @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(str(self.recipe.run.dir))
+
+    @property
+    def tags(self) -> Sequence[str]:
+        """The setting ``run.tags``."""
+        return self.recipe.run.tags
+
+    @property
+    def threads(self) -> int:
+        """The setting ``run.threads``."""
+        return self.recipe.run.threads
+
+    @property
     def named(self) -> Sequence[str]:
         """Dotted keys of the settings that the recipe or the command line names."""
         return [key for key, origin in self.given.items() if not origin.startswith(f"{AUTO}: ")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSource:
+    """An unchecked recipe."""
+
+    path: Path
+    """The recipe's file; ``recipe`` for a dict."""
+    data: Data
+    """Its sections."""
+    overrides: Sequence[Override]
+    """Settings to change."""
+
+    @classmethod
+    def of(
+        cls, source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any]
+    ) -> RecipeSource:
+        """Read a recipe and its overrides; see ``load_recipe``."""
+        path = Path("recipe") if isinstance(source, Mapping) else Path(source)
+        data = source if isinstance(source, Mapping) else read_toml(path)
+        if isinstance(overrides, Mapping):
+            found = [Override(path=tuple(key.split(".")), value=value) for key, value in overrides.items()]
+        else:
+            found = [parse_override(text) for text in overrides]
+        return cls(path=path, data=data, overrides=found)
+
+
+def open_recipe(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    algorithms: Sequence[Algorithm] = (),
+) -> LoadedRecipe | PluginRecipe:
+    """Read a recipe of any kind; its ``kind`` names the plugin that runs it.
+
+    Raises:
+        ConfigError: see ``load_recipe``, or the recipe's kind is unknown or not installed.
+    """
+    found = RecipeSource.of(source, overrides)
+    if KIND not in found.data:
+        return load_recipe(source, overrides, algorithms)
+    return recipe_loader(found.data[KIND], found.path)(found.path, found.data, found.overrides)
+
+
+def require_language_model(recipe: LoadedRecipe | PluginRecipe) -> LoadedRecipe:
+    """Return a recipe of a language model; refuse one of another kind."""
+    if isinstance(recipe, LoadedRecipe):
+        return recipe
+    raise other_kind(f"the recipe of {recipe.directory}")
+
+
+def other_kind(what: str) -> ConfigError:
+    """Return the error of a command for language models that was given something else."""
+    return ConfigError(
+        f"{what} trains no language model",
+        why="it names another kind, and this command is for language models",
+        fix="rillflow run, check, graph, sweep and the commands that read a run directory accept every kind",
+    )
 
 
 def load_recipe(
@@ -272,12 +349,10 @@ def load_recipe(
     Raises:
         ConfigError: the recipe cannot run; it lists every reason that the settings alone show.
     """
-    path = Path("recipe") if isinstance(source, Mapping) else Path(source)
-    data = source if isinstance(source, Mapping) else read_toml(path)
-    if isinstance(overrides, Mapping):
-        settings = [Override(path=tuple(key.split(".")), value=value) for key, value in overrides.items()]
-    else:
-        settings = [parse_override(text) for text in overrides]
+    found = RecipeSource.of(source, overrides)
+    path, data, settings = found.path, found.data, found.overrides
+    if KIND in data:
+        raise other_kind(str(path))
     kind, asked = recipe_class(algorithms), without_auto(apply_overrides(data, settings))
     recipe = _with_models_of_runs(validate(kind, asked, str(path)), path.parent)
     chosen = choices(recipe, path.parent)

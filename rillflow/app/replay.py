@@ -24,7 +24,7 @@ from rillflow.app.compared_weights import compare_weights
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.launch import launch
 from rillflow.app.phases import phase_plans
-from rillflow.app.recipe import Recipe, recipe_class
+from rillflow.app.recipe import KIND, Recipe, other_kind, recipe_class
 from rillflow.app.replay_facts import (
     RecordedRun,
     given_rewards,
@@ -173,6 +173,8 @@ def _recipe(
     Raises:
         RunDirectoryError: see ``kept_functions``.
     """
+    if KIND in config:
+        raise other_kind(str(data.path))
     kept = {name: value for name, value in config.items() if name not in BESIDE_SETTINGS}
     given = apply_overrides(kept, [parse_override(text) for text in settings])
     recipe = validate(recipe_class(algorithms), given, str(data.path))

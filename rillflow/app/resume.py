@@ -15,7 +15,7 @@ from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.app.consistency import inconsistencies
 from rillflow.app.default_pools import has_default_pools, on_pools
 from rillflow.app.device_defaults import values_of_run, with_values
-from rillflow.app.recipe import LoadedRecipe, Recipe, recipe_class
+from rillflow.app.recipe import KIND, LoadedRecipe, Recipe, other_kind, recipe_class
 from rillflow.config.load import validate
 from rillflow.config.problems import together
 from rillflow.controller.checkpoint import Checkpoint
@@ -295,6 +295,8 @@ def after(step: int, change: Change) -> str:
 
 def recipe_of(data: RunData, algorithms: Sequence[Algorithm] = ()) -> LoadedRecipe:
     """Return the recipe that a run directory keeps, with the folder of its file if the run recorded it."""
+    if KIND in data.config:
+        raise other_kind(str(data.path))
     kept = {name: value for name, value in data.config.items() if name not in BESIDE_SETTINGS}
     base = data.starts[-1].get("base") if data.starts else None
     recipe = validate(recipe_class(algorithms), kept, str(data.path))

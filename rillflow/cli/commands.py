@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from rillflow.runs.formatting import visible
 
 if TYPE_CHECKING:
     from rillflow.app.check_report import Report
+    from rillflow.app.plugins import PluginRecipe
     from rillflow.app.recipe import LoadedRecipe
 
 
@@ -36,7 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
 
         plan = open_plan(arguments.plan)
         placed = settings_of(plan, arguments.set)
-    loaded = load(arguments, placed)
+    how = {"fresh": arguments.fresh, "quiet": arguments.quiet, "command": arguments.typed}
+    loaded = opened(arguments, placed)
+    from rillflow.app.recipe import LoadedRecipe
+
+    if not isinstance(loaded, LoadedRecipe):
+        _refuse({"--plan": arguments.plan, "--cluster": arguments.cluster})
+        loaded.run(**how)
+        return DONE
     if plan is not None:
         require_for(plan, loaded)
     if arguments.cluster is not None:
@@ -47,36 +55,46 @@ def run(arguments: argparse.Namespace) -> int:
         plan = planner.predict_placement(loaded, arguments.cluster, arguments.lengths, say)
     from rillflow.app.launch import launch
 
-    how = {"fresh": arguments.fresh, "quiet": arguments.quiet, "command": arguments.typed}
     launch(loaded.recipe, loaded.base, **how, plan=plan)
     return DONE
 
 
 def check(arguments: argparse.Namespace) -> int:
     """``rillflow check``: report everything about a recipe that can be known before it runs."""
-    loaded = load(arguments)
-    from rillflow.app.check import check as examine_recipe
+    loaded = opened(arguments)
+    from rillflow.app.recipe import LoadedRecipe
 
-    how = {"every_setting": arguments.all, "memory": arguments.memory, "runs_code": not arguments.no_code}
-    report = examine_recipe(loaded, **how)
+    how = {"every_setting": arguments.all, "runs_code": not arguments.no_code}
+    if isinstance(loaded, LoadedRecipe):
+        from rillflow.app.check import check as examine_recipe
+
+        report = examine_recipe(loaded, memory=arguments.memory, **how)
+    else:
+        _refuse({"--memory": arguments.memory})
+        report = loaded.check(**how)
     _show_report(report)
     if report.problems:
         from rillflow.config.problems import together
 
-        raise together(report.problems, str(loaded.path))
+        raise together(report.problems, str(arguments.recipe))
     print("\nready" if not arguments.no_code else "\nready, except for code that was not run")
     return DONE
 
 
 def graph(arguments: argparse.Namespace) -> int:
     """``rillflow graph``: print the stages of a recipe's phases, and the fields between them."""
-    loaded = load(arguments)
-    from rillflow.app.graphs import graphs, unpublished
+    loaded = opened(arguments)
+    from rillflow.app.recipe import LoadedRecipe
     from rillflow.graph.drawing import as_json, as_mermaid, as_text
 
-    found = graphs(loaded.recipe)
-    for note in filter(None, map(unpublished, found)):
-        print(f"note: {note}", file=sys.stderr)
+    if isinstance(loaded, LoadedRecipe):
+        from rillflow.app.graphs import graphs, unpublished
+
+        found = graphs(loaded.recipe)
+        for note in filter(None, map(unpublished, found)):
+            print(f"note: {note}", file=sys.stderr)
+    else:
+        found = loaded.graphs()
     if arguments.format == "json":
         import json
 
@@ -342,20 +360,38 @@ def doctor(arguments: argparse.Namespace) -> int:
     return FAILED if any(finding.health is Health.FAIL for finding in findings) else DONE
 
 
-def load(arguments: argparse.Namespace, placed: Sequence[str] = ()) -> LoadedRecipe:
+def _refuse(options: Mapping[str, object]) -> None:
+    """Refuse options that place or measure language models, for a recipe of another kind."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise ConfigError(
+            f"{given[0]} is given for a recipe without a language model",
+            why="it places or measures the roles of a language model",
+            fix="leave it out",
+        )
+
+
+def load(arguments: argparse.Namespace) -> LoadedRecipe:
+    """Return a recipe of a language model; see ``opened``."""
+    from rillflow.app.recipe import require_language_model
+
+    return require_language_model(opened(arguments))
+
+
+def opened(arguments: argparse.Namespace, placed: Sequence[str] = ()) -> LoadedRecipe | PluginRecipe:
     """Return the recipe that the arguments name, with a plan's overrides and then ``--set`` applied."""
-    from rillflow.app.recipe import load_recipe
+    from rillflow.app.recipe import open_recipe
 
     overrides = [*placed, *arguments.set]
     if arguments.dir is not None:
         import json
 
         overrides.append(f"run.dir={json.dumps(arguments.dir)}")  # a TOML string is a JSON string
-    loaded = load_recipe(arguments.recipe, overrides, arguments.algorithms)
+    loaded = open_recipe(arguments.recipe, overrides, arguments.algorithms)
     try:
-        Path(loaded.recipe.run.dir or ".").exists()
+        loaded.directory.exists()
     except OSError as error:
-        what = f"the run directory {(loaded.recipe.run.dir or '')[:80]!r} cannot be used"
+        what = f"the run directory {str(loaded.directory)[:80]!r} cannot be used"
         raise RunDirectoryError(what, why=error.strerror or str(error), fix="choose another --dir") from None
     return loaded
 

@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
-from rillflow.records.metrics import Metrics
+from rillflow.records.metrics import Mean, Metrics
 from rillflow.runs.formatting import duration, number, visible
 from rillflow.runs.sampler_gap import gap_warning
 from rillflow.runs.uniform_rewards import IN_A_ROW, streaks
 
 HEADLINE = {
     "reward/score/mean": "reward",
+    "episode/return/mean": "return",
     "supervised/nll/mean": "nll",
     "supervised/accuracy/mean": "token accuracy",
     "policy/loss/mean": "loss",
@@ -218,7 +219,9 @@ def _bars(console: Console) -> Bars:
 
 
 def _numbers(metrics: Metrics) -> list[str]:
-    found = [f"{label} {number(metrics[name].value)}" for name, label in HEADLINE.items() if name in metrics]
+    there = {name: metrics[name] for name in HEADLINE if name in metrics}
+    counted = {name: each for name, each in there.items() if not (isinstance(each, Mean) and not each.count)}
+    found = [f"{HEADLINE[name]} {number(each.value)}" for name, each in counted.items()]
     return [*found, *_ahead(metrics)]
 
 

@@ -22,6 +22,9 @@ from rillflow.runs import layout
 from rillflow.runs.json_lines import JSON, Line, decode, read_json, read_lines
 from rillflow.runs.rollouts import RolloutRecord, prompt_text, read_columns, rollout_records
 
+RETURN = "mean_return"
+"""Measure of an evaluation by episodes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsRecord:
@@ -137,14 +140,19 @@ class Evaluation:
     """
     more: Mapping[str, JSON] = field(default_factory=dict)
     """Other measurements by name, such as mean tokens of an answer or mean margin of a pair."""
+    is_return: bool = False
+    """Whether a reward is the return of a whole episode in an environment, and rows are episodes."""
     set: str = ""
     """Name of the evaluated set in ``evaluate.sets``; empty for the held-out rows."""
 
     @property
     def text(self) -> str:
         """Evaluation in one line. Example: ``held-out accuracy 0.860 [0.738, 0.930] (43 of 50)``."""
+        if self.is_return:
+            share = "" if self.correct is None else f", {self.correct} of them successful"
+            return f"mean return {self.mean_reward:.5g}{self._ends} ({self.count} episodes{share})"
         of = f"{self.set}" if self.set else "held-out"
-        ends = "" if self.interval is None else f" [{self.interval[0]:.3f}, {self.interval[1]:.3f}]"
+        ends = self._ends
         if self.is_accuracy and self.correct is not None:
             right = self.correct / self.count
             return f"{of} accuracy {right:.3f}{ends} ({self.correct} of {self.count})"
@@ -152,6 +160,11 @@ class Evaluation:
             return f"no reward for any of {self.count} {of} answers"
         share = "" if self.correct is None else f", {self.correct} of them right"
         return f"{of} mean reward {self.mean_reward:.3f}{ends} ({self.count} answers{share})"
+
+    @property
+    def _ends(self) -> str:
+        """The interval in brackets after a space; empty without one."""
+        return "" if self.interval is None else f" [{self.interval[0]:.3f}, {self.interval[1]:.3f}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +182,16 @@ class EvaluationRecord(Evaluation):
         return self.correct / self.count if self.count else float("nan")
 
     @property
+    def title(self) -> str:
+        """Heading of the value. Example: ``Held-out accuracy``."""
+        return self.name.capitalize() if self.is_return else f"Held-out {self.name}"
+
+    @property
+    def rows(self) -> str:
+        """The evaluated rows, counted. Example: ``500 problems``."""
+        return f"{self.count:,} {'episodes' if self.is_return else 'problems'}"
+
+    @property
     def value(self) -> float:
         """Value that judges a run: the accuracy if there is one, otherwise the mean reward."""
         return self.mean_reward if self.accuracy is None else self.accuracy
@@ -176,6 +199,8 @@ class EvaluationRecord(Evaluation):
     @property
     def name(self) -> str:
         """Name of the value."""
+        if self.is_return:
+            return "mean return"
         return "mean reward" if self.accuracy is None else "accuracy"
 
 
@@ -348,6 +373,7 @@ def _evaluation_record(line: Line) -> EvaluationRecord:
         EvaluationRecord,
         line,
         is_accuracy=line.data.get("measure") in (None, "accuracy"),
+        is_return=line.data.get("measure") == RETURN,
         more={name: value for name, value in line.data.items() if name not in known},
     )
 

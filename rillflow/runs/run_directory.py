@@ -29,7 +29,15 @@ from rillflow.runs.evidence import RECOVERABLE, Evidence, damage, entries, newes
 from rillflow.runs.json_lines import JSON, decode, encode, read_json, read_lines
 from rillflow.runs.lock import Lock
 from rillflow.runs.passes import PassesRecord
-from rillflow.runs.reader import Evaluation, RankSpan, SpanRecord, read_metrics, read_spans, read_starts
+from rillflow.runs.reader import (
+    RETURN,
+    Evaluation,
+    RankSpan,
+    SpanRecord,
+    read_metrics,
+    read_spans,
+    read_starts,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +149,8 @@ class RunDirectory(ExitStack):
         """Append one evaluation to evaluations.jsonl."""
         line: dict[str, JSON] = {"step": step, "time_s": self._time_s}
         line |= {"set": found.set} if found.set else {}
-        line |= {"measure": "accuracy" if found.is_accuracy else "mean_reward", "count": found.count}
+        measure = RETURN if found.is_return else "accuracy" if found.is_accuracy else "mean_reward"
+        line |= {"measure": measure, "count": found.count}
         line |= {"correct": found.correct} if found.correct is not None else {}
         line |= {"mean_reward": found.mean_reward}
         line |= {"interval": found.interval} if found.interval else {}

@@ -62,7 +62,7 @@ class Summary:
     seconds: float
     """Seconds of the whole run so far."""
     checkpoint: str | None
-    """Model of the newest checkpoint, a Hugging Face directory."""
+    """Model of the newest checkpoint, a Hugging Face directory; without a language model, the checkpoint."""
     report: str | None
     """Path of the report."""
     rollouts: str | None
@@ -88,6 +88,8 @@ class Summary:
     """Whether an agent wrote the rows; ``rillflow ask`` queries the model without the agent."""
     has_environment: bool
     """Whether the rows have turns of an environment, without which ``rillflow ask`` queries the model."""
+    kind: str = ""
+    """Kind of the recipe; empty for a language model."""
 
     def as_json(self) -> dict[str, JSON]:
         """Return the content of summary.json."""
@@ -113,8 +115,9 @@ def summarise(run: Path) -> Summary:
 def summary_of(data: RunData) -> Summary:
     """Return the summary of a run that was already read."""
     scores, success = scores_of(data), data.setting("evaluate.success")
+    kind = data.setting("kind")
     files = data.rollouts
-    checkpoint = newest_model(data.path)
+    checkpoint = newest_model(data.path) if kind is None else newest_checkpoint(data.path)
     report = data.path / layout.REPORT
     steps = data.setting("algorithm.steps")
     return Summary(
@@ -140,6 +143,7 @@ def summary_of(data: RunData) -> Summary:
         best=_best(data.path, checkpoint),
         has_agent=isinstance(data.setting("rollout.agent.function"), str),
         has_environment=isinstance(data.setting("rollout.environment.source"), str),
+        kind=kind if isinstance(kind, str) else "",
     )
 
 
@@ -180,9 +184,16 @@ def _gone(data: RunData) -> list[str]:
 
 def _best(run: Path, newest: Path | None) -> str | None:
     best = best_checkpoint(run)
-    if best is None or newest is None or newest.parent.name == f"step-{best.step:06d}":
+    if best is None or newest is None or f"step-{best.step:06d}" in newest.parts[-2:]:
         return None
-    return str(newest.parent.with_name(f"step-{best.step:06d}") / newest.name)
+    folder = run / layout.CHECKPOINTS / f"step-{best.step:06d}"
+    return str(folder if newest.parent == folder.parent else folder / newest.name)
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """Return the folder of the newest checkpoint; None without one."""
+    folder = run / layout.CHECKPOINTS
+    return next(iter(layout.checkpoint_folders(folder)), None) if folder.is_dir() else None
 
 
 def newest_model(run: Path) -> Path | None:
@@ -225,15 +236,15 @@ def _score_lines(summary: Summary) -> list[str]:
     before, after = summary.before, summary.after
     if before is None:
         return ["Nothing was evaluated: no rows are held out, or the run reached no evaluation."]
-    title = f"Held-out {before.name:<8}  "
+    title = f"{before.title:<17}  "
     first = f"{before.value:.3f} {interval_text(before.interval)}".rstrip()
     if after is None:
-        seen = f"{title}{first} after step {before.step}, evaluated once ({before.count:,} problems)"
+        seen = f"{title}{first} after step {before.step}, evaluated once ({before.rows})"
         return [seen, *_more_lines(summary, before)]
     last = f"{after.value:.3f} {interval_text(after.interval)}".rstrip()
     return [
         f"{title}{first} -> {last}",
-        f"                   steps {before.step} and {after.step}, {after.count:,} problems, 95% intervals. "
+        f"                   steps {before.step} and {after.step}, {after.rows}, 95% intervals. "
         f"{verdict(before, after)}",
         *_more_lines(summary, before, after),
     ]
@@ -245,7 +256,8 @@ def _more_lines(summary: Summary, *scores: EvaluationRecord) -> list[str]:
         shares = [score.correct / score.count for score in scores if score.correct is not None]
         if summary.success is None or len(shares) < len(scores):
             return []
-        return [f"Reward >= {summary.success:<8g} {_arrows(shares)} (share of the answers)"]
+        what, rows = ("Return", "episodes") if scores[0].is_return else ("Reward", "answers")
+        return [f"{what} >= {summary.success:<8g} {_arrows(shares)} (share of the {rows})"]
     if all(abs(score.mean_reward - score.value) < 1e-6 for score in scores):
         return []
     return [f"Held-out reward    {_arrows([score.mean_reward for score in scores])} (mean)"]
@@ -262,7 +274,8 @@ def _place_lines(summary: Summary) -> list[str]:
     )
     lines = [f"Steps              {steps}"]
     lines += [f"Warning            {warning}" for warning in summary.warnings]
-    places = {"Model": summary.checkpoint, "Best held out": summary.best, "Report": summary.report}
+    model, best = ("Checkpoint", "Best checkpoint") if summary.kind else ("Model", "Best held out")
+    places = {model: summary.checkpoint, best: summary.best, "Report": summary.report}
     lines += [f"{what:<18} {place}" for what, place in places.items() if place]
     if summary.rollouts:
         lines.append(f"Rollouts           {summary.rollouts} ({summary.num_rollout_files:,} steps)")
@@ -274,15 +287,8 @@ def _next_lines(summary: Summary) -> list[str]:
     if not summary.is_finished:
         return ["Next", f"  resume:          {shlex.join(summary.command) or 'launch the same recipe'}"]
     lines = ["Next"]
-    if summary.checkpoint and Path(summary.checkpoint).name != _ASKED:
-        is_judge = Path(summary.checkpoint).name == "judge"
-        setting = "reward.judge.model" if is_judge else "reward.model or cost.model"
-        lines.append(f"  score with it:   {setting} = {summary.run!r} in another recipe")
-    elif summary.checkpoint and not (summary.has_agent or summary.has_environment):
-        lines.append(f"  ask it:          {shlex.join(['rillflow', 'ask', summary.run, *summary.question])}")
-    if summary.checkpoint and summary.has_agent:
-        served = shlex.join(["rillflow", "serve", summary.run])
-        lines.append(f"  serve it:        {served}, and point the agent at the address that it prints")
+    if summary.checkpoint and not summary.kind:
+        lines += _model_lines(summary, Path(summary.checkpoint).name)
     if summary.report:
         lines.append(f"  look inside:     open {shlex.quote(summary.report)} in a browser")
     rose = summary.before and summary.after and summary.after.value > summary.before.value
@@ -290,10 +296,34 @@ def _next_lines(summary: Summary) -> list[str]:
         more = f"algorithm.steps={2 * summary.steps_setting}"
         lines.append(f"  train longer:    {_again(summary, more, summary.run)}")
     if summary.after and not rose:
-        other = _again(summary, "policy.lr=NUMBER", f"{summary.run}-lr")
-        lines.append("  it did not rise: read the worst samples and the reward's outcomes in the report,")
-        lines.append(f"                   then try another learning rate: {other}")
+        lines += _advice(summary)
     return lines
+
+
+def _model_lines(summary: Summary, role: str) -> list[str]:
+    """Return what can be done with the model of the newest checkpoint."""
+    lines = []
+    if role != _ASKED:
+        setting = "reward.judge.model" if role == "judge" else "reward.model or cost.model"
+        lines.append(f"  score with it:   {setting} = {summary.run!r} in another recipe")
+    elif not (summary.has_agent or summary.has_environment):
+        lines.append(f"  ask it:          {shlex.join(['rillflow', 'ask', summary.run, *summary.question])}")
+    if summary.has_agent:
+        served = shlex.join(["rillflow", "serve", summary.run])
+        lines.append(f"  serve it:        {served}, and point the agent at the address that it prints")
+    return lines
+
+
+def _advice(summary: Summary) -> list[str]:
+    """Return what to try if the evaluation did not rise."""
+    if summary.kind:
+        other = _again(summary, "algorithm.lr=NUMBER", f"{summary.run}-lr")
+        return [f"  it did not rise: try another learning rate: {other}"]
+    other = _again(summary, "policy.lr=NUMBER", f"{summary.run}-lr")
+    return [
+        "  it did not rise: read the worst samples and the reward's outcomes in the report,",
+        f"                   then try another learning rate: {other}",
+    ]
 
 
 def _command(data: RunData) -> tuple[str, ...]:

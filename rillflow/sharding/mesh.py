@@ -236,7 +236,7 @@ def require_processes(ranks: Ranks) -> ProcessRanks:
         raise PlacementError(
             "pp, tp, ep or fsdp is above 1, and the ranks are threads of one process",
             why="such a mesh exchanges weights and activations between processes",
-            fix='run it with backend = "ray", or leave pp, tp, ep and fsdp at 1',
+            fix='run it with backend = "ray" or "process", or leave pp, tp, ep and fsdp at 1',
         )
     return ranks
 

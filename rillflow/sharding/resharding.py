@@ -69,7 +69,7 @@ class Resharding:
             raise ClusterError(
                 "weights would move between ranks that are threads of one process",
                 why="slices move only between processes of torch.distributed",
-                fix='use placement.backend = "ray", or meshes that leave every weight on its rank',
+                fix='use placement.backend = "ray" or "process", or meshes that move no weight',
             )
         self.plan = plan
         self.rank = ranks.rank

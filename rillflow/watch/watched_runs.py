@@ -38,6 +38,11 @@ DEPTH = 3
 REMOTE_S = 600.0
 """A run of another machine counts as running for this long after its last step."""
 _SMALL = (layout.CONFIG, layout.ENVIRONMENT, layout.EVALUATIONS, layout.FINISHED, layout.LOCK)
+HEADLINES = (
+    *("reward/score/mean", "episode/return/mean", "supervised/nll/mean"),
+    *("preference/loss/mean", "policy/loss/mean"),
+)
+"""Metrics of which the first that a run has stands for it, before any evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +150,9 @@ class WatchedRun:
         if held_out:
             last = held_out[-1]
             interval: JSON = None if last.interval is None else [finite(end) for end in last.interval]
-            return {"name": f"held-out {last.name}", "value": finite(last.value), "interval": interval}
+            return {"name": last.title.lower(), "value": finite(last.value), "interval": interval}
         metrics = self.last_line().get("metrics", {})
-        for name in ("reward/score/mean", "supervised/nll/mean", "preference/loss/mean", "policy/loss/mean"):
+        for name in HEADLINES:
             if isinstance(metrics, dict) and isinstance(metrics.get(name), dict):
                 value = metrics[name].get("mean")
                 is_number = isinstance(value, int | float)

@@ -74,7 +74,7 @@ class Site:
     stack: ExitStack = field(default_factory=ExitStack)
     """Resources to close when the rank ends: child processes, files."""
     fetched_bytes: int = 0
-    """Bytes of fetched messages; always 0 inline."""
+    """Bytes of fetched messages; always 0 inline. Local processes map large arrays, which do not count."""
     ahead_s: float = 0.0
     """Seconds by which this machine's clock is ahead of the driver's."""
 

@@ -86,9 +86,10 @@ class PlacementConfig(Section):
 
     renamed: ClassVar[Mapping[str, str]] = {"train": "train_parallel", "generate": "rollout_parallel"}
 
-    backend: Literal["auto", "inline", "ray"] = Field(
+    backend: Literal["auto", "inline", "process", "ray"] = Field(
         "auto",
-        description="inline: one process; ray: one process per rank; auto: ray if there are several ranks.",
+        description="inline: one process; process: one process of this machine per rank, without Ray; ray: "
+        "one process per rank, on any machine; auto: ray if there are several ranks.",
     )
     address: str | None = Field(
         None,

@@ -54,11 +54,12 @@ from rillflow.workers.backend import (
     devices_of,
 )
 from rillflow.workers.liveness import Heartbeats, HeartbeatTarget
-from rillflow.workers.messages import opened, packed
+from rillflow.workers.messages import cannot_travel, heaviest
 from rillflow.workers.nodes import ProcessSeat, Seating
 from rillflow.workers.pending import await_replies
 from rillflow.workers.ray_cluster import RayCluster
-from rillflow.workers.ray_losses import cannot_travel, loss, raise_cause
+from rillflow.workers.ray_losses import loss, raise_cause
+from rillflow.workers.ray_messages import opened, packed
 from rillflow.workers.ray_rank import RankProcess
 
 MAX_ARGUMENT_BYTES = 16 * 2**20
@@ -153,10 +154,10 @@ class RayBackend(Backend):
         try:
             message = packed(value)
         except Exception as error:  # noqa: BLE001  any error of an argument's own pickling
-            raise cannot_travel(what + _heaviest(value), error) from None
+            raise cannot_travel(what + heaviest(value, _size), error) from None
         if message.nbytes > MAX_ARGUMENT_BYTES:
             raise ClusterError(
-                f"{what}{_heaviest(value)} takes {message.nbytes / 2**20:.0f} MiB",
+                f"{what}{heaviest(value, _size)} takes {message.nbytes / 2**20:.0f} MiB",
                 why=f"options are sent with every call; the limit is {MAX_ARGUMENT_BYTES / 2**20:.0f} MiB",
                 fix="put large data into a batch: each row is sent once, to the ranks that need it",
             )
@@ -423,13 +424,5 @@ def _time_of(actor: Any, wait_s: float) -> float:
     return float(ray.get(actor.time.remote(), timeout=wait_s))
 
 
-def _heaviest(value: Any) -> str:
-    """Return the name of the largest option, or of one that cannot be serialised."""
-    return f" {max(value, key=lambda name: _weight(value[name]))!r}" if isinstance(value, dict) else ""
-
-
-def _weight(value: Any) -> float:
-    try:
-        return packed(value).nbytes
-    except Exception:  # noqa: BLE001  any error of its own pickling
-        return float("inf")
+def _size(value: Any) -> int:
+    return packed(value).nbytes

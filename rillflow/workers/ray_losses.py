@@ -7,18 +7,8 @@ from typing import NoReturn
 
 from ray import exceptions as faults
 
-from rillflow.errors import ClusterError
 from rillflow.workers import nodes
 from rillflow.workers.collectives import Stranded
-
-
-def cannot_travel(what: str, error: BaseException) -> ClusterError:
-    return ClusterError(
-        f"{what} cannot be serialised: {error}",
-        why="ranks are separate processes, and values pass between them as bytes",
-        fix="pass plain values: batches, numbers, strings, settings, functions of a module",
-    )
-
 
 _RUN_AGAIN = "run the same command again: it resumes from the last checkpoint"
 _NODE_GONE = re.compile(r"its node|the node|node (died|has died|was)|unreachable", re.IGNORECASE)

@@ -29,10 +29,11 @@ from rillflow.workers import nodes
 from rillflow.workers.backend import Site
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.liveness import beat
-from rillflow.workers.messages import Body, Slot, by_name, opened, packed, replies, unpacked
+from rillflow.workers.messages import Slot, cannot_travel
 from rillflow.workers.nodes import Seating
 from rillflow.workers.ray_cluster import left_to_driver
-from rillflow.workers.ray_losses import cannot_travel, loss, raise_cause
+from rillflow.workers.ray_losses import loss, raise_cause
+from rillflow.workers.ray_messages import Body, by_name, opened, packed, replies, unpacked
 
 
 class RankProcess:

@@ -1,5 +1,6 @@
 """Start: create the backend that the settings select, and open its pools.
 
+on Ray:
 recipe ─> address ─┬─ none: a cluster of our own, on the loopback device, with a token
                    └─ given: joined with its own protection
                          └─> set in environment variables, which Ray reads at import, then opened
@@ -51,12 +52,17 @@ def start_backend(
         backend = own(config.deadline_s)
     elif config.is_inline:
         backend = InlineBackend(config.deadline_s, load_s=config.load_s)
+    elif config.backend == "process":
+        from rillflow.workers.processes import ProcessBackend
+
+        times = {"start_s": config.start_s, "load_s": config.load_s, "heartbeat_s": config.heartbeat_s}
+        backend = ProcessBackend(config.deadline_s, **times)
     elif find_spec("ray") is None:
         ranks = sum(config.pools.values())
         raise ClusterError(
             f"the pools have {ranks} ranks, which need Ray, but Ray is not installed",
             why="several ranks run in several processes; inline they would share one interpreter",
-            fix="pip install 'rillflow[ray]', or set placement.backend = \"inline\"",
+            fix="pip install 'rillflow[ray]', or set placement.backend = \"process\"",
         )
     else:
         backend = ray_backend(

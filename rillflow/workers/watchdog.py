@@ -10,6 +10,7 @@ as a script and imports only the standard library.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import shutil
@@ -26,6 +27,7 @@ MARK = "RILLFLOW_CLUSTER"
 """Environment variable that processes of a cluster inherit; its value is the cluster's folder."""
 _LEAVE_S = 10.0
 """Longest time in seconds to leave a cluster."""
+_PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
 """Seconds between two checks that the driver is alive."""
 
@@ -64,6 +66,16 @@ def end_once(watchdog: subprocess.Popen[bytes], is_left: Callable[[], bool]) -> 
             end(watchdog, 0.0)
 
     threading.Thread(target=wait, name="end of the cluster", daemon=True).start()
+
+
+def end_with(driver: int) -> None:
+    """Let the kernel kill this process, a child of the driver, when the thread that started it ends.
+
+    That holds for a process that is stopped, too, and for one whose call holds Python's interpreter lock.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != driver:  # it ended before
+        os._exit(1)
 
 
 def _main(driver: int, folder: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.algorithms.config import SampledConfig
-from rillflow.app.recipe import load_recipe
+from rillflow.app.recipe import LoadedRecipe, open_recipe
 from rillflow.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,10 @@ def _of_make(target: str, folder: Path) -> list[str]:
 def _small_settings(arguments: list[str], folder: Path) -> list[str]:
     """Return settings that reduce a run to one step of a few rows, in addition to the shown ones."""
     given = [value for flag, value in itertools.pairwise(arguments) if flag == "--set"]
-    recipe = load_recipe(folder / arguments[0], given).recipe
+    loaded = open_recipe(folder / arguments[0], given)
+    if not isinstance(loaded, LoadedRecipe):
+        return ["--set", "algorithm.steps=2", "--set", "evaluate.episodes=2"]
+    recipe = loaded.recipe
     small = ["algorithm.steps=1", "policy.warmup_steps=0", "evaluate.problems=8"]
     if recipe.algorithm.name in NEEDS_RIGHT_ANSWERS:
         return [word for setting in small for word in ("--set", setting)]

@@ -33,6 +33,8 @@ Records, losses and formulas use them, and so does a function of itertools.
 """
 PRINTING = re.compile(r"rillflow/cli/|plugins/\w+/rillflow_\w+/(commands|plugin)\.py$")
 """Files of commands."""
+CLASSIC_ALGORITHMS = "plugins/classic/rillflow_classic/algorithms/"
+"""Folder of the classic algorithms."""
 ALGORITHM_FILES = {f"rillflow/algorithms/{name}.py" for name in ("registry", *ALGORITHMS)} | {
     "plugins/training_service/rillflow_training_service/losses.py"
 }
@@ -50,6 +52,7 @@ def runs_data_as_code(source: Any) -> Iterator[str]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             names = {alias.name.split(".")[0] for alias in node.names}
+            names -= {"cloudpickle", "pickle"} if source.path in MESSAGES else set()
         elif isinstance(node, ast.ImportFrom):
             names = {(node.module or "").split(".")[0]}
             names |= {f"{node.module}.{alias.name}" for alias in node.names} & BANNED_CALLS
@@ -92,7 +95,7 @@ def is_unfinished(source: Any) -> Iterator[str]:
 
 def names_an_algorithm(source: Any) -> Iterator[str]:
     """Yield identifiers and texts that contain an algorithm's name; docstrings may contain it."""
-    if source.path in ALGORITHM_FILES:
+    if source.path in ALGORITHM_FILES or source.path.startswith(CLASSIC_ALGORITHMS):
         return
     documentation = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(source.tree):

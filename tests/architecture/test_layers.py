@@ -17,6 +17,7 @@ import pytest
 
 from rillflow.app.plugins import SHIPPED
 
+CLASSIC = "plugins/classic/rillflow_classic/"
 ADAPTERS = {
     "transformers": ("rillflow/models/",),
     "tokenizers": ("rillflow/models/",),
@@ -35,10 +36,17 @@ ADAPTERS = {
     "openenv": ("rillflow/serving/environments/openenv_adapter.py",),
     "openai": ("rillflow/serving/environments/verifiers_adapter.py",),
     "uvicorn": ("rillflow/serving/server.py", "plugins/service/rillflow_service/__main__.py"),
-    "ray": ("rillflow/workers/ray", "rillflow/workers/messages.py"),
+    "ray": ("rillflow/workers/ray",),
+    "cloudpickle": ("rillflow/workers/messages.py",),
     "vllm": ("rillflow/rollout/vllm/core.py",),
     **{name: (f"rillflow/runs/trackers/{name}.py",) for name in ("wandb", "tensorboard", "mlflow")},
     "google": ("plugins/training_service/rillflow_training_service/wire.py",),
+    "envpool": (CLASSIC + "environments/",),
+    "ale_py": (CLASSIC + "environments/",),
+    "pettingzoo": (CLASSIC + "environments/",),
+    "gymnasium": (CLASSIC,),
+    "zmq": (CLASSIC + "streams/",),
+    "PIL": (CLASSIC + "video.py",),
     "ot": ("plugins/merging/rillflow_merging/transport.py",),
     **{f"rillflow_{name}": (f"plugins/{name}/",) for name in SHIPPED},
 }

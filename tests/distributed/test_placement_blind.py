@@ -161,13 +161,22 @@ def test_placement_blind_in_every_placement_of_ppo(
     require_alike(ran(tmp_path / "run", placement), ranks, one_pool)
 
 
-@needs_ray
-def test_backend_blind_ppo_has_the_bits_of_inline(tmp_path: Path) -> None:
+def test_grpo_on_local_processes_has_the_bits_of_inline(tmp_path: Path) -> None:
+    two = {"pools": {"main": 2}}
+    inline = grpo(tmp_path / "inline", {"backend": "inline", **two})
+    assert any(loss.get("policy/loss/mean") for loss in inline[1]), "something was learned"
+    assert grpo(tmp_path / "process", {"backend": "process", **two}) == inline
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("process", marks=pytest.mark.slow), pytest.param("ray", marks=needs_ray)]
+)
+def test_backend_blind_ppo_has_the_bits_of_inline(backend: str, tmp_path: Path) -> None:
     """Pools have unequal sizes, so every batch is split anew between them."""
     pools = ["placement.pools.a=2", "placement.pools.b=1"]
     roles = ['placement.roles.critic="b"', 'placement.roles.reference="b"', 'placement.roles.reward="b"']
     inline = ran(tmp_path / "inline", ['placement.backend="inline"', *pools, *roles])
-    assert ran(tmp_path / "ray", ['placement.backend="ray"', *pools, *roles]) == inline
+    assert ran(tmp_path / backend, [f'placement.backend="{backend}"', *pools, *roles]) == inline
 
 
 @pytest.fixture(scope="module")

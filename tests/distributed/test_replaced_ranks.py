@@ -1,4 +1,4 @@
-"""Ranks on Ray that are killed, stopped or cut off: detected in seconds, replaced while others work."""
+"""Ranks, local or on Ray, that are killed, stopped or cut off: seen in seconds and replaced."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ from rillflow.workers.collectives import Stranded
 from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.liveness import fence_s
+from rillflow.workers.processes import ProcessBackend
 from rillflow.workers.start import ray_backend
 
 if TYPE_CHECKING:
     from rillflow.workers.ray import RayBackend
+
+    Cluster = RayBackend | ProcessBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 from machines import PORT, SHARED, Machine, machines, number_within, ray_up, why_not
@@ -91,19 +94,20 @@ def cluster_of(heartbeat_s: float = HEARTBEAT_S) -> RayBackend:
     return ray_backend(BOUND_S, start_s=120.0, heartbeat_s=heartbeat_s)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayBackend]:
-    made = cluster_of()
+@pytest.fixture(scope="module", params=["process", "ray"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    is_local = request.param == "process"
+    made = ProcessBackend(BOUND_S, start_s=120.0, heartbeat_s=HEARTBEAT_S) if is_local else cluster_of()
     made.open(POOLS)
     yield made
     made.close()
 
 
-def read(cluster: RayBackend, place: Place, work: Any, *arguments: Any) -> Any:
+def read(cluster: Cluster, place: Place, work: Any, *arguments: Any) -> Any:
     return cluster.read_all(cluster.submit(place, work, *arguments), BOUND_S)[0]
 
 
-def lost_after(cluster: RayBackend, reference: Any) -> tuple[RankLost, float]:
+def lost_after(cluster: Cluster, reference: Any) -> tuple[RankLost, float]:
     """Return the loss of a running call, and the seconds until it is detected."""
     began = time.monotonic()
     with pytest.raises(RankLost) as caught:
@@ -111,7 +115,7 @@ def lost_after(cluster: RayBackend, reference: Any) -> tuple[RankLost, float]:
     return caught.value, time.monotonic() - began
 
 
-def test_an_abandoned_call_ends_and_later_calls_run(cluster: RayBackend, tmp_path: Path) -> None:
+def test_an_abandoned_call_ends_and_later_calls_run(cluster: Cluster, tmp_path: Path) -> None:
     """Queued calls behind it are refused, also on ranks that are idle when the calls are abandoned."""
     place, other = ANSWERS
     running = cluster.submit(place, wait_for, tmp_path / "never")[0]
@@ -124,7 +128,7 @@ def test_an_abandoned_call_ends_and_later_calls_run(cluster: RayBackend, tmp_pat
     assert [bool(read(cluster, each, pid)) for each in ANSWERS] == [True, True]
 
 
-def test_collectives_are_those_of_a_world(cluster: RayBackend) -> None:
+def test_collectives_are_those_of_a_world(cluster: Cluster) -> None:
     assert [read(cluster, place, total) for place in ANSWERS] == [1.0, 2.0]
     made = [cluster.submit(place, total)[0] for place in PAIR]
     assert cluster.read_all(made, BOUND_S) == [3.0, 3.0]
@@ -132,7 +136,7 @@ def test_collectives_are_those_of_a_world(cluster: RayBackend) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_seen_at_once_and_replaced_while_others_work_on(
-    cluster: RayBackend, how: signal.Signals, tmp_path: Path
+    cluster: Cluster, how: signal.Signals, tmp_path: Path
 ) -> None:
     """A killed rank is detected at once, a stopped one after the heartbeat; results survive or are lost."""
     place, other = ANSWERS
@@ -176,7 +180,7 @@ def test_a_lost_rank_is_seen_at_once_and_replaced_while_others_work_on(
 
 
 @pytest.mark.slow
-def test_a_world_is_replaced_whole(cluster: RayBackend) -> None:
+def test_a_world_is_replaced_whole(cluster: Cluster) -> None:
     """The rank that lost its peer ends as well, and both join a new process group."""
     before = [read(cluster, place, pid) for place in PAIR]
     stranded = cluster.submit(PAIR[0], total)[0]
@@ -194,7 +198,9 @@ def test_a_world_is_replaced_whole(cluster: RayBackend) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_cause_of_a_rank_that_crashes_at_every_start_is_raised(cluster: RayBackend) -> None:
+def test_the_first_cause_of_a_rank_that_crashes_at_every_start_is_raised(
+    cluster: Cluster,
+) -> None:
     group = Group("crashing", endpoints_of(Worker), mesh=Mesh.of(dp=2), pool="answers", backend=cluster)
     causes = []
     for _ in range(2):
@@ -209,10 +215,12 @@ def test_the_first_cause_of_a_rank_that_crashes_at_every_start_is_raised(cluster
 
 @pytest.mark.slow
 def test_the_error_of_a_process_that_cannot_start_is_raised_and_the_place_stays_dead(
-    cluster: RayBackend, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rillflow.workers import nodes
 
+    if isinstance(cluster, ProcessBackend):
+        pytest.skip("a local process has the driver's versions")
     place, versions = ANSWERS[1], nodes.versions()
     monkeypatch.setattr(nodes, "versions", lambda: {**versions, "torch": "9.9.9"})
     replacement = cluster.replace([place])
@@ -224,14 +232,18 @@ def test_the_error_of_a_process_that_cannot_start_is_raised_and_the_place_stays_
     assert read(cluster, place, total) == 2.0
 
 
-def test_no_process_is_left_of_a_cluster_that_closes_during_a_replacement(cluster: RayBackend) -> None:
+def test_no_process_is_left_of_a_cluster_that_closes_during_a_replacement(
+    cluster: Cluster,
+) -> None:
     """The last test of this cluster; one rank is stopped, another is starting."""
     children = set(psutil.Process().children(recursive=True))
     os.kill(read(cluster, PAIR[0], pid), signal.SIGSTOP)
     replacement = cluster.replace([ANSWERS[0]])
     cluster.close()
     _, alive = psutil.wait_procs(children | set(psutil.Process().children(recursive=True)), timeout=30)
-    assert children and not [each for each in alive if "ray" in " ".join(each.cmdline())]
+    assert children and not [
+        each for each in alive if re.search("ray|process_rank", " ".join(each.cmdline()))
+    ]
     with pytest.raises((ClusterError, RankLost)):
         replacement.read(BOUND_S)
 

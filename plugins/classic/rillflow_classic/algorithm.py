@@ -6,7 +6,7 @@ recipe ─> settings ─┬─ learner(LearnerInputs) ─> Learner         one f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,8 +14,10 @@ import gymnasium
 
 from rillflow.config.schema import Section
 from rillflow.records.metrics import Metrics
+from rillflow_classic.checkpointed import CheckpointedObjects
 from rillflow_classic.fragment import Fragment
 from rillflow_classic.policy import Learner
+from rillflow_classic.worker_set import WorkerSet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +34,24 @@ class LearnerInputs:
     """Settings of the algorithm."""
     seed: int
     """Seed of its first weights and of its random numbers."""
+    policy: str = "policy"
+    """Name of the policy."""
 
 
 class System(Protocol):
     """What a plan is made of: actors, learners, and the way between them that the recipe chooses."""
 
-    learners: Mapping[str, Learner]
-    """Learner of every policy, by name."""
-    learner: Learner
-    """The learner, if there is one policy."""
+    @property
+    def learners(self) -> Mapping[str, Learner]:
+        """Learner of every policy, by name."""
+
+    @property
+    def learner(self) -> Learner:
+        """The learner, if there is one policy."""
+
+    @property
+    def kept(self) -> CheckpointedObjects:
+        """Objects with a state that a resumed run needs; a plan takes its buffers from ``kept.keep``."""
 
     def rollouts(self, mode: str, *, num_async: int = 1) -> Any:
         """Return a LocalIterator of fragments from the actors.
@@ -54,6 +65,24 @@ class System(Protocol):
     def publish(self, learner: Learner | None = None) -> None:
         """Send a learner's weights to the actors, or to the policy workers that act for them."""
 
+    def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """Start workers of another kind on one of the algorithm's ``pools``, beside the actors.
+
+        Args:
+            pool: name of the pool.
+            make: makes worker ``index``; a module's function, or a partial of one.
+        """
+
+    def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
+        """Return the result of a method of every actor, between two plans or two fragments."""
+
+    def reset(self, seed: int) -> None:
+        """Begin new episodes in every environment, with the newest weights, and drop unfinished fragments.
+
+        The run calls it between two plans: at the start, and after every checkpoint. With the same seed,
+        weights and kept objects, the same steps follow, so a resumed run is equal to an uninterrupted one.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassicAlgorithm:
@@ -65,8 +94,14 @@ class ClassicAlgorithm:
     """Its settings."""
     learner: Callable[[LearnerInputs], Learner]
     """Makes the learner of one policy."""
-    plan: Callable[[Any, Any], Iterator[Metrics]]
+    plan: Callable[[Any, Any], Iterable[Metrics]]
     """``plan(system, settings)``: the dataflow; each item ends a step of the run."""
+    sums_gradients: bool = False
+    """Whether the learner sums its gradients over trainer ranks (``data_parallel.RankLearner``)."""
+    pools: Callable[[Any], Mapping[str, int]] | None = None
+    """``pools(settings)``: number of further workers that the plan starts, by pool; None: none."""
+    calls_actors: bool = False
+    """Whether the plan calls the actors itself, beside ``System.rollouts``; it then needs a CallSystem."""
 
 
 OneFragment = Mapping[str, Fragment]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rillflow.workers.backend import Backend, Place, Site
+from rillflow.workers.backend import Backend, Place, Replacement, Site
 
 T = TypeVar("T")
 DEADLINE_S = 600.0
@@ -59,33 +59,56 @@ class WorkerSet(Generic[T]):
     """
 
     def __init__(self, backend: Backend, pool: str, make: Callable[[int], T]) -> None:
-        self._backend, self._pool = backend, pool
+        self._backend, self._made_by = backend, make
+        self.pool = pool
+        """Name of its pool."""
         self.size = backend.pools[pool]
         """Number of workers."""
-        made = [self._submit(index, _make, make) for index in range(self.size)]
+        made = self.submit_all(_make, make)
         backend.read_all([each.reference for each in made], DEADLINE_S)
 
     def call(self, index: int, method: str, *arguments: Any) -> WorkerCall:
         """WorkerCall a method of one worker; calls of a worker run in the order of their submission."""
-        return self._submit(index, _call, method, arguments)
+        return self.submit(index, _call, method, arguments)
 
     def call_all(self, method: str, *arguments: Any) -> list[WorkerCall]:
         """WorkerCall a method of every worker; the arguments are packed once."""
-        packed = self._backend.pack(arguments, f"the arguments of {method}")
-        return [self._submit(index, _call, method, packed) for index in range(self.size)]
+        return self.submit_all(_call, method, self._backend.pack(arguments, f"the arguments of {method}"))
 
     def run(self, index: int, work: Callable[[T], Any]) -> WorkerCall:
         """Run ``work(worker)`` at one worker."""
-        return self._submit(index, _run, work)
+        return self.submit(index, _run, work)
+
+    def beside(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
+        """Return workers of another kind on another pool of the same backend."""
+        return WorkerSet(self._backend, pool, make)
+
+    def replace(self, index: int) -> Replacement:
+        """Start a new process for a lost worker, without its object: see ``make_again``."""
+        return self._backend.replace([Place(self.pool, index)])
+
+    def make_again(self, index: int) -> WorkerCall:
+        """Construct a worker anew on its rank, whose replacement is ready."""
+        return self.submit(index, _make, self._made_by)
 
     def wait_any(self, calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:
         """Wait until one of several calls is ready; return False on timeout."""
-        return self._backend.wait_for_any([each.reference for each in calls], deadline_s)
+        return wait_any(calls, deadline_s)
 
-    def _submit(self, index: int, work: Callable[..., Any], *arguments: Any) -> WorkerCall:
-        place = Place(self._pool, index)
-        reference = self._backend.submit(place, work, self._pool, *arguments)[0]
+    @property
+    def is_open(self) -> bool:
+        """Whether the backend still runs the pool."""
+        return self.pool in self._backend.pools
+
+    def submit(self, index: int, work: Callable[..., Any], *arguments: Any) -> WorkerCall:
+        """Run ``work(site, pool, *arguments)`` on a worker's rank; the worker is ``site.objects[pool]``."""
+        place = Place(self.pool, index)
+        reference = self._backend.submit(place, work, self.pool, *arguments)[0]
         return WorkerCall(worker=index, reference=reference, backend=self._backend)
+
+    def submit_all(self, work: Callable[..., Any], *arguments: Any) -> list[WorkerCall]:
+        """Run ``work(site, pool, *arguments)`` on every rank of the pool."""
+        return [self.submit(index, work, *arguments) for index in range(self.size)]
 
 
 def _make(site: Site, name: str, make: Callable[[int], Any]) -> None:
@@ -98,3 +121,8 @@ def _call(site: Site, name: str, method: str, arguments: tuple[Any, ...]) -> Any
 
 def _run(site: Site, name: str, work: Callable[[Any], Any]) -> Any:
     return work(site.objects[name])
+
+
+def wait_any(calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:
+    """Wait until one of several calls on one backend is ready; return False on timeout."""
+    return calls[0].backend.wait_for_any([each.reference for each in calls], deadline_s)

@@ -43,6 +43,6 @@ def jobs_of(plan: SweepPlan, typed: Sequence[str]) -> Iterator[Jobs]:
     address = settle(plan.config.address)
     from rillflow.workers.ray_commands import RayCommands
 
-    cores = max(max(1, run.recipe.run.threads) for run in plan.runs)
+    cores = max(max(1, run.recipe.threads) for run in plan.runs)
     with RayCommands(["python", *own], address, cores=cores, at_once=plan.config.at_once) as jobs:
         yield jobs

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rillflow.app.recipe import Recipe, load_recipe
+from rillflow.app.plugins import PluginRecipe
+from rillflow.app.recipe import LoadedRecipe, open_recipe
 from rillflow.app.sweeps.config import SweepConfig
 from rillflow.config.load import read_toml, validate
 from rillflow.config.problems import shown
@@ -43,7 +44,7 @@ class SweepRun:
     """Settings of its case, by dotted key."""
     words: tuple[str, ...]
     """Words of ``rillflow run``, after the command."""
-    recipe: Recipe
+    recipe: LoadedRecipe | PluginRecipe
     """Its checked recipe."""
     path: Path
     """Its run directory."""
@@ -158,14 +159,14 @@ def _run(
     source, place = file.parent / config.recipe, path / case / f"seed-{seed}"
     given = {**config.set, **settings, "run.seed": seed}
     try:
-        recipe = load_recipe(source, {**given, "run.dir": str(place)}, algorithms).recipe
+        recipe = open_recipe(source, {**given, "run.dir": str(place)}, algorithms)
     except RillflowError as error:
         raise type(error)(f"the case {case}: {error.what}", why=error.why, fix=error.fix) from None
-    more: dict[str, Any] = {"run.tags": [*recipe.run.tags, name]}
-    if not recipe.run.threads:
+    more: dict[str, Any] = {"run.tags": [*recipe.tags, name]}
+    if not recipe.threads:
         more["run.threads"] = config.threads or max(1, int(usable_cores() / config.at_once))
     words = [f"--set={key}={inline_text(value, key)}" for key, value in {**given, **more}.items()]
-    recipe = load_recipe(source, {**given, **more, "run.dir": str(place)}, algorithms).recipe
+    recipe = open_recipe(source, {**given, **more, "run.dir": str(place)}, algorithms)
     return SweepRun(
         case=case,
         seed=seed,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rillflow.app.recipe import LoadedRecipe
 from rillflow.app.resume import is_finished
 from rillflow.app.sweeps.jobs import INTERRUPTED, ForeignJob, Jobs, SweepJob, is_held
 from rillflow.app.sweeps.median import Result, below_median
@@ -86,7 +87,9 @@ class Sweep:
         return ranked(self._results())
 
     def _is_done(self, run: SweepRun) -> bool:
-        return is_finished(run.recipe, run.path)
+        if isinstance(run.recipe, LoadedRecipe):
+            return is_finished(run.recipe.recipe, run.path)
+        return run.recipe.is_finished
 
     def _begin(self) -> None:
         while self._waiting and len(self._running) < self._plan.config.at_once:

@@ -191,7 +191,10 @@ def _held_out_card(data: RunData, name: str, scores: Sequence[EvaluationRecord])
     )
     what = "Share of correct answers to" if is_share else "Mean reward of the answers to"
     hint = f"{what} {last.count:,} held-out problems. The band is the 95% interval."
-    return card(f"{name} {last.name}", draw(chart), hint=hint, last=number(last.value))
+    if last.is_return:
+        hint = f"Mean of {last.rows} with the most likely actions. The band is the 95% interval."
+    title = "Evaluation: mean return" if last.is_return else f"{name} {last.name}"
+    return card(title, draw(chart), hint=hint, last=number(last.value))
 
 
 def _speed_card(data: RunData) -> list[Html]:

@@ -1,7 +1,9 @@
 """The report: a run as one HTML file that needs no network and no server.
 
 RunData ─┬─ header      settings of the run, accuracy before and after
+         ├─ media       pictures and videos
          ├─ curves      one card per metric, phases marked
+         ├─ seeds       the run's results beside those of its sweep's other seeds
          ├─ stages      time by stage, and the timeline of the last steps
          ├─ outcomes    scores of the reward, and how often it gave none
          ├─ samples     first and last step; best, worst, longest
@@ -22,9 +24,11 @@ from rillflow.runs.reader import EvaluationRecord
 from rillflow.runs.report import curves
 from rillflow.runs.report.html import Html, card, cut, el, page, section, table
 from rillflow.runs.report.measured import Predict, bars_with, last_steps, measured_bars, rank_rows
+from rillflow.runs.report.media import draw_media
 from rillflow.runs.report.pass_bars import pass_bars, pass_lines
 from rillflow.runs.report.predicted import draw_comparison_card
 from rillflow.runs.report.samples import draw_comparison, draw_groups, draw_pairs, read_samples, shade_key
+from rillflow.runs.report.seeds import draw_seeds
 from rillflow.runs.report.shares import draw_outcomes, draw_stages
 from rillflow.runs.report.timeline import SHOWN_STEPS, draw_timeline
 from rillflow.runs.run_data import RunData, load
@@ -51,7 +55,9 @@ def render(data: RunData, predict: Predict | None = None) -> str:
     read = read_samples(data.path)
     body = [
         _hero(data, summary_of(data)),
+        *section("Pictures and videos", draw_media(data.path)),
         *section("Curves", _curves(data) if len(data.curves) else []),
+        *section("All seeds", draw_seeds(data.path)),
         *section("Where the time went", _times(data, predict) if len(data.stages) else []),
         *section("Reward outcomes", draw_outcomes(data)),
         *section("First and last samples", draw_comparison(read)),
@@ -103,7 +109,7 @@ def _hero(data: RunData, summary: Summary) -> Html:
     title = el("h1", data.path.resolve().name, el("span", status, class_="status"))
     steps = ", ".join(f"{one.name} {one.steps:,}" for one in summary.phases)
     facts = {
-        "task": _text(data.setting("task.source")),
+        "task": _text(data.setting("task.source")) or _text(data.setting("environment.id")),
         "model": _model(data),
         "steps": steps,
         "time": duration(summary.seconds) if summary.seconds else "",
@@ -122,14 +128,13 @@ def _result(summary: Summary) -> Html:
     before, after = summary.before, summary.after
     if before is None:
         return el("p", "Nothing was evaluated.", class_="hint")
-    name = before.name
     if after is None:
         shown = el("p", f"{before.value:.3f}", class_="change")
-        return el("div", el("small", f"Held-out {name}"), shown, _intervals([before]))
+        return el("div", el("small", before.title), shown, _intervals([before]))
     change = el("p", f"{before.value:.3f} ", el("span", "→"), f" {after.value:.3f}", class_="change")
     kind = "good" if after.value > before.value else "bad"
     words = el("p", verdict(before, after), class_=kind)
-    head = el("small", f"Held-out {name} on {after.count:,} problems, before and after")
+    head = el("small", f"{before.title} on {after.rows}, before and after")
     return el("div", head, change, words, _intervals([before, after]))
 
 

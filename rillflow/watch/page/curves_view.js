@@ -133,12 +133,13 @@ export class CurvesView {
         (summary.evaluations ?? []).filter((each) => (each.set ?? "") === set).map((each) => each.name),
       ),
     );
-    return `${set || "Held-out"} ${[...kinds].join(" and ")}`;
+    const what = kinds.has("mean return") ? "Evaluation:" : "Held-out";
+    return `${set || what} ${[...kinds].join(" and ")}`;
   }
 
   helpOf(name) {
     if (name.startsWith(HELD_OUT))
-      return "Held-out rows, evaluated now and then. The band is the 95% interval.";
+      return "Held-out rows, or whole episodes, evaluated now and then. The band is the 95% interval.";
     const known = this.summaries.flatMap((summary) => summary.metrics ?? []);
     return known.find((each) => each.name === name)?.help ?? "";
   }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rillflow.app.plugins import SHIPPED, commands, install_line, installed, missing, predict_steps, training
+from rillflow.app.recipe import load_recipe, open_recipe
 from rillflow.cli.main import COMMANDS, main
 from rillflow.errors import ConfigError
 
@@ -130,3 +132,39 @@ def without_plugins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     installed.cache_clear()
     yield
     installed.cache_clear()
+
+
+KIND = """
+from rillflow.app.plugins import Plugin
+
+class Loaded:
+    def __init__(self, path, data, overrides):
+        self.path, self.data, self.overrides = path, data, overrides
+
+PLUGIN = Plugin(recipes={"toy": Loaded})
+"""
+
+
+def test_the_kind_of_a_recipe_names_the_plugin_that_loads_it(install: Install, tmp_path: Path) -> None:
+    install("toys", KIND)
+    file = tmp_path / "toy.toml"
+    file.write_text('kind = "toy"\nsize = 1\n')
+    loaded: Any = open_recipe(file, ["size=2"])
+    assert (loaded.path, loaded.data) == (file, {"kind": "toy", "size": 1})
+    assert [(each.dotted, each.value) for each in loaded.overrides] == [("size", 2)]
+    with pytest.raises(ConfigError, match="trains no language model"):
+        load_recipe(file)
+
+
+def test_an_unknown_kind_is_an_error_with_the_nearest_name(install: Install) -> None:
+    install("toys", KIND)
+    with pytest.raises(ConfigError, match="did you mean 'toy'"):
+        open_recipe({"kind": "toyy"})
+
+
+def test_the_kind_of_a_missing_plugin_is_an_error_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rillflow.app.plugins.installed", dict)
+    with pytest.raises(ConfigError, match=r"pip install 'rillflow\[classic\]'"):
+        open_recipe({"kind": "classic"})

@@ -1,1 +1,1 @@
-"""Networks: MLP, CNN and LSTM with heads for discrete and continuous actions."""
+"""Networks of policies: MLP, CNN and LSTM, with heads for discrete and continuous actions."""

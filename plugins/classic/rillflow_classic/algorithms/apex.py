@@ -1,0 +1,135 @@
+"""Ape-X: distributed prioritised replay (Horgan et al., arXiv 1803.00933).
+
+    store     fragments as they come ─> a random shard of the replay, with the actors' own priorities
+    replay    batches of the shards as they come ─> queue
+    learn     queue ─> update of DQN ─> priorities to the batch's shard ─> new weights for all actors
+
+The three flows run concurrently. Slot i of the N slots of an actor takes random actions with probability
+epsilon^(1 + 7 i / (N - 1)), for ever: so some slots explore and some act almost greedily (the paper has one
+epsilon for each actor). The loss is that of DQN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+from torch import Tensor
+
+from rillflow.records.metrics import Metrics
+from rillflow.runs.json_lines import JSON
+from rillflow_classic.algorithm import ClassicAlgorithm, System
+from rillflow_classic.algorithms.dqn import DQNLearner, QConfig
+from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.on_policy import fragment_metrics
+from rillflow_classic.operators.context import Operator, PlanContext
+from rillflow_classic.operators.iterators import concurrently, queue
+from rillflow_classic.operators.steps import replay, report_metrics, store_to_replay
+from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Transitions
+from rillflow_classic.worker_set import DEADLINE_S, WorkerSet
+
+POOL = "replay"
+"""Pool of the shards, and their name in checkpoints."""
+
+
+class ApexConfig(QConfig):
+    """``[algorithm]`` of Ape-X."""
+
+    num_steps: int = Field(3, ge=1, le=255, description="Rewards in a target before the value, n.")
+    epsilon_first: float = Field(0.4, ge=0, le=1, description="Share of random actions of the first slot.")
+    ladder: float = Field(7.0, ge=0, description="The last slot's share is epsilon_first ** (1 + ladder).")
+    shards: int = Field(1, ge=1, description="Workers that each hold a part of the replay.")
+    num_async: int = Field(2, ge=1, description="Calls in flight at each actor and at each shard.")
+    queued: int = Field(16, ge=1, description="Batches that wait for the learner.")
+    updates: int = Field(32, ge=1, description="Updates of one step of the run.")
+    publish_every: int = Field(16, ge=1, description="Updates between new weights for the actors.")
+    replay: ReplayConfig = ReplayConfig(capacity=100_000, priority_exponent=0.6)
+
+    def epsilons(self, version: int, num_slots: int) -> Array:
+        """Return the share of random actions of every slot, [N]."""
+        del version
+        ladder = 1 + self.ladder * np.arange(num_slots) / max(num_slots - 1, 1)
+        found: Array = np.power(self.epsilon_first, ladder)
+        return found
+
+
+class ReplayShards:
+    """Replay buffers on workers of their own, as one object with a state.
+
+    Args:
+        workers: the buffers.
+    """
+
+    def __init__(self, workers: WorkerSet[ReplayBuffer]) -> None:
+        self.workers = workers
+        """The buffers."""
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+        """Return the states of all shards, by index."""
+        found = [call.read(DEADLINE_S) for call in self.workers.call_all("state")]
+        tensors = {f"{i}.{name}": value for i, (own, _) in enumerate(found) for name, value in own.items()}
+        return tensors, {str(i): state for i, (_, state) in enumerate(found)}
+
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
+        """Restore what ``state`` returned."""
+        for i in range(self.workers.size):
+            own = {name.removeprefix(f"{i}."): tensors[name] for name in tensors if name.startswith(f"{i}.")}
+            self.workers.call(i, "restore", own, state[str(i)]).read(DEADLINE_S)
+
+
+def plan(system: System, settings: ApexConfig) -> Iterator[Metrics]:
+    """Return the dataflow: store, replay and learn, concurrently."""
+    learner: Any = system.learner
+    make = partial(learner.replay_maker(), divided_by=settings.shards)
+    workers = system.kept.keep(POOL, lambda: ReplayShards(system.start_workers(POOL, make))).workers
+    enqueue, batches = queue(settings.queued)
+    rollouts = system.rollouts("async", num_async=settings.num_async)
+    least = max(settings.learning_starts // settings.shards, settings.batch_size)
+    drawn = replay(workers, settings.batch_size, starts=least, num_async=settings.num_async)
+    flows = [
+        rollouts.for_each(count_steps(learner)).for_each(store_to_replay(workers)),
+        drawn.for_each(enqueue),
+        batches.for_each(learn(system, learner, settings)).combine(report_metrics(settings.updates)),
+    ]
+    return concurrently(flows, "async", output_indexes=[2])  # type: ignore[return-value]
+
+
+def count_steps(learner: DQNLearner) -> Operator:
+    """Record what a fragment says about acting."""
+
+    def begin(context: PlanContext) -> Callable[[Fragment], Fragment]:
+        def count(fragment: Fragment) -> Fragment:
+            context.record(fragment_metrics(fragment, learner.version))
+            return fragment
+
+        return count
+
+    return Operator(label="count_steps", begin=begin)
+
+
+def learn(system: System, learner: DQNLearner, settings: ApexConfig) -> Operator:
+    """Update the learner with a batch, and send the priorities to the batch's shard."""
+
+    def begin(context: PlanContext) -> Callable[[Transitions[Array]], Metrics]:
+        def update(batch: Transitions[Array]) -> Metrics:
+            metrics = learner.update(batch)
+            assert context.source is not None
+            context.sent([context.source.call("set_priorities", batch.serials, learner.errors)])
+            if learner.version % settings.publish_every == 0:
+                system.publish(learner)
+            return metrics
+
+        return update
+
+    return Operator(label="learn", begin=begin)
+
+
+def pools(settings: ApexConfig) -> Mapping[str, int]:
+    """Return the pool of the shards."""
+    return {POOL: settings.shards}
+
+
+ALGORITHM = ClassicAlgorithm(name="apex", config=ApexConfig, learner=DQNLearner, plan=plan, pools=pools)

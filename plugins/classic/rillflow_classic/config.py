@@ -1,0 +1,113 @@
+"""Config: the settings of a recipe with ``kind = "classic"``, beside those of environment and network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeVar
+
+from pydantic import Field
+
+from rillflow.config.schema import Section
+from rillflow.runs.trackers.config import TrackersConfig
+
+S = TypeVar("S", bound=Section)
+
+
+class AlgorithmSettings(Section):
+    """Settings that every algorithm has; each adds its own."""
+
+    name: str = Field(description="Name of the algorithm.")
+    steps: int = Field(gt=0, description="Steps of the run: items of the algorithm's plan.")
+
+
+class ActorsConfig(Section):
+    """Workers: how many actors, what they act in, and how fragments reach the learner."""
+
+    actors: int = Field(1, gt=0, description="Actors.")
+    slots: int = Field(8, gt=0, description="Environments of each actor that step together.")
+    steps: int = Field(128, gt=0, description="Steps of each environment in a fragment.")
+    ring: int = Field(
+        1, gt=0, description="Groups of environments that an actor steps in turn; slots are of one group."
+    )
+    place: Literal["inline", "process", "ray"] = Field(
+        "inline", description="Where workers run: in this process, in processes of this machine, or on Ray."
+    )
+    inference: Literal["actor", "policy", "trainer"] = Field(
+        "actor", description="Where actions are computed: at the actor, at policy workers, or at the trainer."
+    )
+    policy_workers: int = Field(1, gt=0, description='Policy workers, for inference = "policy".')
+    transport: Literal["calls", "shared_memory", "tcp"] = Field(
+        "calls", description="How fragments travel: as results of calls, or through streams."
+    )
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description='Address of this machine for the workers, for transport = "tcp".',
+    )
+    batch: int = Field(
+        1, gt=0, description="Fragments of a batch, for plans that take fragments of a stream as they come."
+    )
+    trainers: int = Field(1, gt=0, description="Ranks of the trainer, data-parallel.")
+    executor: Literal["pull", "static"] = Field(
+        "pull",
+        description="How all actors are run: by calls, or as a static plan on threads of this process.",
+    )
+    threads: int = Field(
+        1,
+        gt=0,
+        description='Threads that step the actors, for executor = "static"; results do not depend on it.',
+    )
+
+
+class EpisodesConfig(Section):
+    """Evaluation: whole episodes of the newest weights, with the most likely actions."""
+
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
+    episodes: int = Field(20, ge=0, description="Episodes of an evaluation; 0 for none.")
+    success: float | None = Field(None, description="Smallest return of a successful episode.")
+    video: bool = Field(True, description="Whether to record one episode after the last step.")
+
+
+class PopulationConfig(Section):
+    """Population-based training: several members, of which the worst copy the best and change settings."""
+
+    members: int = Field(4, gt=1, description="Members; each has the actors of ``[workers]`` for itself.")
+    every: int = Field(10, gt=0, description="Steps between two exchanges.")
+    share: float = Field(
+        0.25, gt=0, le=0.5, description="Share of the members that copy, and of those that are copied."
+    )
+    perturb: dict[str, tuple[float, float]] = Field(
+        min_length=1,
+        description="Lowest and highest value of each setting of ``[algorithm]`` that members change. The "
+        "first member begins with the recipe's values, the others draw theirs between these.",
+    )
+
+
+def perturbed(settings: S, values: Mapping[str, float]) -> S:
+    """Return settings with other values of some numbers; whole numbers are rounded."""
+    given = settings.model_dump()
+    changed = {name: round(each) if isinstance(given[name], int) else each for name, each in values.items()}
+    return type(settings).model_validate({**given, **changed})
+
+
+class ClassicRunConfig(Section):
+    """Directory and checkpoints of a run."""
+
+    dir: str | None = Field(
+        None,
+        min_length=1,
+        description="The run directory, relative to the working directory; runs/NAME if left out.",
+    )
+    tags: tuple[str, ...] = Field((), description="Words by which you find the run; trackers receive them.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random number of the run.")
+    threads: int = Field(0, ge=0, description="CPU threads of the trainer; 0 leaves the choice to torch.")
+    checkpoint_every: int = Field(
+        20,
+        gt=0,
+        description="Steps between checkpoints. After each, every environment begins a new episode, so that "
+        "a resumed run makes the same steps.",
+    )
+    keep_checkpoints: int = Field(
+        2, gt=0, description="Newest checkpoints to keep; the one with the best evaluation is kept too."
+    )
+    trackers: TrackersConfig = TrackersConfig()

@@ -1,0 +1,174 @@
+"""EnvPool: its arrays as they are, seeds by a new pool, and time limits that keep a true end.
+
+    actions ─> pool._send ─> EnvPool's threads ─> pool._recv ─> Stepped
+
+EnvPool itself resets at the next step. It reports an episode that truly ends in the last step of its limit as
+truncated only. So the pool's own limit is one step longer, and this adapter cuts: such a step is both.
+
+``_send``, ``_recv`` and ``_reset`` are methods of EnvPool's compiled class. Its Python methods around them
+cost a third of a step of 8 CartPoles.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rillflow.errors import ConfigError
+from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.lanes import lane_seed
+from rillflow_classic.environments.vector import (
+    ActionCheck,
+    EpisodeTotals,
+    SlotsBase,
+    Stepped,
+    array_space,
+    check_finite,
+)
+from rillflow_classic.fragment import Array
+
+_LONGEST = 2**30
+_FIELDS = ("obs", "reward", "done", "trunc")
+
+
+def envpool_ids() -> frozenset[str]:
+    """Return every id that EnvPool has; empty if it is not installed."""
+    try:
+        import envpool
+    except ImportError:
+        return frozenset()
+    return frozenset(envpool.list_all_envs())
+
+
+class EnvPoolEnvironment(SlotsBase):
+    """Slots of one EnvPool.
+
+    Args:
+        name: EnvPool's id.
+        config: settings; ``arguments`` are EnvPool's, such as num_threads.
+        num_slots: number of slots N.
+        shows: whether Atari renders frames.
+
+    Raises:
+        ConfigError: EnvPool refuses an argument, or its spaces cannot be arrays.
+    """
+
+    def __init__(
+        self, name: str, config: EnvironmentSettings, num_slots: int, *, shows: bool = False
+    ) -> None:
+        import envpool
+
+        arguments = {"num_envs": num_slots, **config.arguments}
+        spec = _spec(name, arguments)
+        self.stacks = "stack_num" in spec.config._fields
+        """Whether the pool itself stacks observations."""
+        if self.stacks and config.frame_stack:
+            arguments["stack_num"] = config.frame_stack
+        self._limit = config.time_limit or min(spec.config.max_episode_steps, _LONGEST)
+        spec = _spec(name, arguments | {"max_episode_steps": self._limit + 1})
+        if spec.config.max_num_players > 1:
+            raise ConfigError(
+                f"environment.id is {name!r} with {spec.config.max_num_players} players",
+                why="a slot of EnvPool has one agent",
+                fix="use a multi-agent environment in PettingZoo's parallel form",
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of float64 bounds
+            spaces = array_space(spec.gymnasium_observation_space, name), spec.gymnasium_action_space
+        super().__init__(("",) * num_slots, *spaces)
+        look = {"render_mode": "rgb_array"} if shows and self.stacks else {}
+        self._shows, self._dtype = bool(look), self.observation_space.dtype
+        self._make: Callable[..., Any] = partial(
+            envpool.make, name, env_type="gymnasium", max_episode_steps=self._limit + 1, **arguments, **look
+        )
+        self._check = ActionCheck(self.action_space, num_slots, clip=config.clip_actions)
+        self._is_real = np.issubdtype(self._dtype, np.floating)
+        self._totals, self._steps_left = EpisodeTotals(num_slots), self._limit
+        self._cut: NDArray[np.bool_] | None = None
+        self._every = np.arange(num_slots, dtype=np.int32)
+        self._pool: Any = None
+
+    def reset(self, seed: int) -> Array:
+        """Make a new pool with the seed, the only way to seed EnvPool, and reset it."""
+        self._pool = self._make(seed=lane_seed(seed, 0))  # EnvPool gives slot i this seed plus i
+        keys = list(self._pool._state_keys)
+        self._order = [next(i for i, key in enumerate(keys) if key.split(":")[0] == name) for name in _FIELDS]
+        self._action_dtype = self._pool._spec._action_spec[-1][0]
+        self._totals.clear()
+        self._cut, self._steps_left = None, self._limit
+        self._pool._reset(self._every)
+        observations: Array = self._received()[0]
+        return observations
+
+    def step(self, actions: Array) -> Stepped:
+        """Step every slot; see ``VectorEnvironment.step``."""
+        actions = self._check(actions).astype(self._action_dtype, order="C", copy=False)
+        if self._cut is None:
+            self._pool._send([self._every, self._every, actions])
+            observations, rewards, done, truncated = self._received()
+        else:
+            observations, rewards, done, truncated = self._stepped_in_parts(actions, self._cut)
+        if self._is_real and not math.isfinite(np.add.reduce(observations, axis=None)):
+            check_finite(observations, "observation")
+        ended, terminated, self._cut = done, done, None
+        if np.count_nonzero(truncated):
+            terminated = done & ~truncated
+        self._steps_left -= 1
+        if self._steps_left <= 0:  # only now can a slot have reached the limit
+            lengths = self._totals.lengths + 1
+            late = lengths >= self._limit
+            cut, truncated, ended = late & ~done, truncated | late, done | late
+            self._cut = cut if cut.any() else None
+            self._steps_left = self._limit - int(lengths[~late].max(initial=0))
+        episodes = self._totals.add(rewards, ended)
+        return Stepped(
+            observations=observations,
+            rewards=rewards,
+            terminated=terminated,
+            truncated=truncated,
+            episodes=episodes,
+        )
+
+    def _stepped_in_parts(self, actions: Array, cut: NDArray[np.bool_]) -> list[Any]:
+        """Reset the slots that this adapter has cut, and step the others."""
+        ids, others = self._every[cut], self._every[~cut]
+        self._pool._reset(ids)
+        parts = [(ids, self._received())]
+        if len(others):
+            self._pool._send([others, others, actions[others]])
+            parts.append((others, self._received()))
+        whole = [np.empty((self.num_slots, *part.shape[1:]), part.dtype) for part in parts[0][1]]
+        for slots, arrays in parts:
+            for target, part in zip(whole, arrays, strict=True):
+                target[slots] = part
+        whole[1][ids] = 0.0
+        return whole
+
+    def _received(self) -> list[Any]:
+        arrays = self._pool._recv()
+        observation, reward, done, truncated = self._order
+        observations = arrays[observation].astype(self._dtype, copy=False)
+        return [observations, arrays[reward], arrays[done], arrays[truncated]]
+
+    def render(self, slot: int) -> Array | None:
+        """Return a frame of a slot if ``show`` is set and the id is one of Atari; None otherwise."""
+        return self._pool.render(np.array([slot], np.int32))[0] if self._shows else None
+
+
+def _spec(name: str, arguments: Mapping[str, Any]) -> Any:
+    import envpool
+
+    try:
+        return envpool.make_spec(name, **arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
+        raise ConfigError(
+            f"EnvPool cannot make {name!r} with {dict(arguments)}",
+            why=str(error).splitlines()[0] if str(error) else repr(error),
+            fix="environment.arguments holds EnvPool's settings of this id, such as num_threads",
+        ) from None

@@ -1,0 +1,30 @@
+"""Settings of the network of a policy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rillflow.config.schema import Section
+
+NetworkKind = Literal["auto", "mlp", "cnn", "lstm"]
+ActivationName = Literal["tanh", "relu"]
+
+
+class NetworkConfig(Section):
+    """``[network]``: the network between observations and actions."""
+
+    kind: NetworkKind = Field(
+        "auto",
+        description="mlp; cnn for frames; lstm after a cnn for frames and after an mlp otherwise; "
+        "auto: cnn for uint8 frames, else mlp.",
+    )
+    hidden: tuple[int, ...] = Field((64, 64), strict=False, description="Widths of the MLP's layers.")
+    activation: ActivationName = Field("tanh", description="Activation of the MLP's layers.")
+    shared: bool = Field(False, description="Whether policy and value share the MLP's layers.")
+    lstm_size: int = Field(128, gt=0, description="Width of the LSTM.")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Arithmetic of the CNN. Its bfloat16 is about twice as fast on a CPU that has it.",
+    )

@@ -1,0 +1,92 @@
+"""Distributions of actions, from the parameters that a network returns.
+
+Legend: B rows, P parameters of a row, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rillflow_classic.fragment import Array
+
+Floats = NDArray[np.float32]
+LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class Distribution(Protocol):
+    """How a row of parameters becomes an action."""
+
+    num_parameters: int
+    """Number of parameters P."""
+
+    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
+        """Return an action of each row, and its log probability [B]."""
+
+    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
+        """Return the most probable action of each row, and its log probability [B]."""
+
+    def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log probability of each row's action [B], and the entropy of each row [B]."""
+
+
+class CategoricalActions:
+    """One of several actions; the parameters are its logits."""
+
+    def __init__(self, num_actions: int) -> None:
+        self.num_parameters = num_actions
+
+    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
+        """See Distribution. argmax(logit - log E), E exponential, is a sample (the Gumbel trick)."""
+        noise = generator.standard_exponential(parameters.shape, dtype=np.float32)
+        return _picked(parameters, (parameters - np.log(noise, out=noise)).argmax(axis=-1))
+
+    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
+        """See Distribution."""
+        return _picked(parameters, parameters.argmax(axis=-1))
+
+    def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """See Distribution. The entropy is -sum p log p."""
+        logprobs = torch.log_softmax(parameters, dim=-1)
+        entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        return logprobs.gather(-1, actions[..., None]).squeeze(-1), entropy
+
+
+class GaussianActions:
+    """A vector of independent normal variables; the parameters are their means, then their log deviations.
+
+    Actions are not clipped to the bounds of the action space: their log probabilities are of the actions as
+    they were drawn. Environments clip.
+    """
+
+    def __init__(self, num_dimensions: int) -> None:
+        self.num_parameters = 2 * num_dimensions
+
+    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
+        """See Distribution."""
+        means, log_deviations = np.split(parameters, 2, axis=-1)
+        noise = generator.standard_normal(means.shape, dtype=np.float32)
+        logprobs = -(0.5 * noise * noise + log_deviations + LOG_SQRT_2PI).sum(axis=-1)
+        return means + np.exp(log_deviations) * noise, logprobs
+
+    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
+        """See Distribution."""
+        means, log_deviations = np.split(parameters, 2, axis=-1)
+        return means, -(log_deviations + LOG_SQRT_2PI).sum(axis=-1)
+
+    def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """See Distribution. The entropy is the sum of log deviation + log sqrt(2 pi e)."""
+        means, log_deviations = parameters.chunk(2, dim=-1)
+        scaled = (actions - means) * torch.exp(-log_deviations)
+        spread = (log_deviations + LOG_SQRT_2PI).sum(dim=-1)
+        return -0.5 * (scaled * scaled).sum(dim=-1) - spread, spread + 0.5 * means.shape[-1]
+
+
+def _picked(logits: Floats, actions: Array) -> tuple[Array, Floats]:
+    chosen = logits[np.arange(len(logits)), actions]
+    return actions, chosen - np.logaddexp.reduce(logits, axis=-1)

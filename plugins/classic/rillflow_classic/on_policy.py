@@ -1,0 +1,384 @@
+"""On-policy learning: the learner of PPO, and of A2C as PPO with one epoch and one minibatch.
+
+Fragment ─ values, GAE ─> advantages, returns ─ epochs x minibatches ─> loss ─ backward ─┐
+                                                                                         v
+weights <─ Adam <─ clip by norm <─ sum over trainer ranks <────────────────── one flat gradient
+
+All parameters are views of one tensor and all gradients of another. So the optimiser, the clipping and the
+sum over ranks are single calls, without a loop over parameters.
+
+Legend: T steps, N slots, B rows of a minibatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from rillflow.config.schema import Section
+from rillflow.errors import NotFiniteError, TrainingError
+from rillflow.records.metrics import Mean, Metric, Metrics, Sum
+from rillflow.runs.json_lines import JSON
+from rillflow.workers.collectives import Ranks, SingleRank
+from rillflow_classic.algorithm import LearnerInputs
+from rillflow_classic.formulas import gae, moments, scaled
+from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.networks.acting import NetworkPolicy, weights_of
+from rillflow_classic.networks.build import build_network
+from rillflow_classic.policy import ActorPolicy, Weights
+
+TERMS = ("policy loss", "value loss", "entropy", "KL divergence", "clipped share")
+"""Sums over rows that every minibatch reports."""
+
+
+class OnPolicyConfig(Section):
+    """Settings that PPO and A2C share; the defaults are PPO's for small networks."""
+
+    lr: float = Field(2.5e-4, gt=0, description="Learning rate of Adam.")
+    anneal_updates: int = Field(
+        0, ge=0, description="Updates over which the learning rate falls linearly to 0; 0 keeps it."
+    )
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount.")
+    lam: float = Field(0.95, ge=0, le=1, description="Lambda of the advantage estimates.")
+    epochs: int = Field(4, gt=0, description="Passes over each fragment.")
+    minibatches: int = Field(4, gt=0, description="Optimiser steps of each pass.")
+    clip: float = Field(0.2, gt=0, description="Largest change of the probability ratio that has a gradient.")
+    value_weight: float = Field(1.0, ge=0, description="Weight of the value loss, 0.5 (V - R)^2.")
+    entropy_weight: float = Field(0.01, ge=0, description="Weight of the entropy.")
+    max_gradient_norm: float = Field(0.5, gt=0, description="Norm to which larger gradients are scaled.")
+    normalise_advantages: bool = Field(
+        True, description="Whether advantages of an update get mean 0 and deviation 1."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Experience:
+    """A fragment as tensors, with its advantages."""
+
+    observations: Tensor
+    """[T, N, ...]."""
+    actions: Tensor
+    """[T, N] or [T, N, A]."""
+    columns: Tensor
+    """[T, N, 3] acted log probabilities, advantages, returns."""
+    valid: Tensor
+    """[T, N] bool."""
+    starts: Tensor
+    """[T, N] bool: rows before which an LSTM's state is zero again."""
+    state: Tensor | None
+    """[N, 2, H] recurrent state before step 0."""
+    metrics: Mapping[str, Metric]
+    """Of the estimates; they replace those of the minibatches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """What a learner derives from a fragment before its first minibatch."""
+
+    logprobs: Tensor
+    """[T, N] log probabilities that a ratio of 1 has."""
+    advantages: Tensor
+    """[T, N]."""
+    returns: Tensor
+    """[T, N] targets of the value function."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Metrics that replace those of the minibatches."""
+
+
+class OnPolicyLearner:
+    """The learner of PPO (Schulman et al., arXiv 1707.06347).
+
+    Args:
+        inputs: spaces, settings and seed; the settings are an ``OnPolicyConfig``.
+        ranks: trainer ranks that hold the other slots; gradients are summed over them. Every rank has the
+            same seed.
+    """
+
+    def __init__(self, inputs: LearnerInputs, ranks: Ranks | None = None) -> None:
+        self.version = 0
+        self.ranks: Ranks = ranks or SingleRank()
+        """Trainer ranks."""
+        self.network = build_network(
+            inputs.network, inputs.observation_space, inputs.action_space, inputs.seed
+        )
+        """The network."""
+        self._settings: OnPolicyConfig = inputs.settings
+        self._seed = inputs.seed
+        self._flat = _flattened(self.network)  # before the policy, which keeps views of the parameters
+        self.policy: ActorPolicy = NetworkPolicy(self.network, inputs.seed)
+        self.policy.version = 0
+        self._optimizer = torch.optim.Adam([self._flat], lr=self._settings.lr, eps=1e-5, fused=True)
+
+    def update(self, data: Fragment) -> Metrics:
+        """Take all optimiser steps on a fragment.
+
+        Raises:
+            NotFiniteError: a loss or a gradient is not finite; the weights are those before its minibatch.
+            TrainingError: the fragment has fewer rows, or slots with an LSTM, than minibatches.
+        """
+        experience = self._experience(data)
+        parts = self._minibatches(experience)
+        counts = self._counts(experience, parts)
+        totals = torch.zeros(len(TERMS), dtype=torch.float64)
+        norms = []
+        for part, count in zip(parts, counts, strict=True):
+            if count:
+                terms = self._backward(experience, part, count)
+                norms.append(self._step(terms))
+                totals += terms
+        self.version += 1
+        self.policy.version = self.version
+        passed = self._settings.epochs * float(experience.valid.sum())
+        found = _metrics(totals, passed, norms) | fragment_metrics(data, self.version - 1)
+        return found | dict(experience.metrics)
+
+    def gradients(self, data: Fragment) -> tuple[list[Tensor], Metrics]:
+        """Return the gradient of every parameter for a whole fragment as one minibatch, without a step."""
+        experience = self._experience(data)
+        size = data.valid.shape[1] if self.network.lstm_size else data.valid.size
+        part = torch.arange(size)
+        if not self.network.lstm_size:
+            part = part[experience.valid.flatten()]
+        terms = self._backward(experience, part, self._counts(experience, [part])[0])
+        copies = _views(self._gradient.clone(), self.network)
+        passed = float(experience.valid.sum())
+        found = _metrics(terms, passed, []) | fragment_metrics(data, self.version)
+        return copies, found | dict(experience.metrics)
+
+    def apply(self, gradients: list[Tensor]) -> None:
+        """Take one optimiser step with given gradients.
+
+        Raises:
+            NotFiniteError: a gradient is not finite; the weights stay.
+        """
+        torch.cat([each.flatten() for each in gradients], out=self._gradient)
+        self._step()
+        self.version += 1
+        self.policy.version = self.version
+
+    def weights(self) -> Weights:
+        """Return a copy of all weights."""
+        return weights_of(self.network)
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+        """Return weights, moments of Adam and the number of updates; random numbers follow from them."""
+        tensors = {f"network.{name}": value.clone() for name, value in self.network.state_dict().items()}
+        optimizer = self._optimizer.state[self._flat]
+        tensors |= {f"optimizer.{name}": value.clone() for name, value in optimizer.items()}
+        return tensors, {"version": self.version}
+
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
+        """Restore what ``state`` returned."""
+        found: dict[str, dict[str, Tensor]] = {"network": {}, "optimizer": {}}
+        for name, value in tensors.items():
+            area, _, rest = name.partition(".")
+            found[area][rest] = value
+        self.network.load_state_dict(found["network"])
+        adam = {name: value.clone() for name, value in found["optimizer"].items()}
+        self._optimizer.state[self._flat] = adam
+        version = state["version"]
+        assert isinstance(version, int)
+        self.version = self.policy.version = version
+
+    @property
+    def _gradient(self) -> Tensor:
+        assert self._flat.grad is not None
+        return self._flat.grad
+
+    @torch.no_grad()
+    def _experience(self, data: Fragment) -> _Experience:
+        """Return a fragment as tensors, with its estimates."""
+        valid = as_tensor(data.valid)
+        starts = torch.zeros(len(valid) + 1, valid.shape[1], dtype=torch.bool)
+        starts[1:] = ~valid
+        found = self.estimates(data, starts)
+        advantages = found.advantages
+        if self._settings.normalise_advantages:
+            total = moments(advantages, valid)
+            self.ranks.sum_([total])
+            advantages = scaled(advantages, valid, total)
+        return _Experience(
+            observations=as_tensor(data.observations)[:-1],
+            actions=as_tensor(data.actions),
+            columns=torch.stack([found.logprobs, advantages, found.returns], dim=-1),
+            valid=valid,
+            starts=starts[:-1],
+            state=None if data.state is None else as_tensor(data.state),
+            metrics=found.metrics,
+        )
+
+    def estimates(self, data: Fragment, starts: Tensor) -> Estimates:
+        """Return advantages and returns from the values of the policy that acted.
+
+        Args:
+            data: the fragment.
+            starts: [T + 1, N] bool: rows before which an LSTM's state is zero again.
+        """
+        observations = as_tensor(data.observations)
+        if data.state is None:
+            last = self.network(observations[-1]).values
+            values = torch.cat([as_tensor(data.outputs["values"]), last[None]])
+        else:
+            values = self.network.unroll(observations, as_tensor(data.state), starts).values
+        values = values.view(starts.shape)
+        settings = self._settings
+        advantages = gae(values=values, gamma=settings.gamma, lam=settings.lam, **steps_of(data))
+        logprobs = as_tensor(data.outputs["logprobs"])
+        return Estimates(logprobs=logprobs, advantages=advantages, returns=advantages + values[:-1])
+
+    def _minibatches(self, experience: _Experience) -> list[Tensor]:
+        """Return this rank's part of every minibatch: rows t * N + n, or slots n with an LSTM.
+
+        Minibatches are parts of a permutation over all ranks, which has a seed of its own for every update.
+        So they are the same for any division of the slots among ranks.
+        """
+        settings, valid = self._settings, experience.valid
+        slots = self.ranks.stack(torch.tensor(valid.shape[1])).tolist()
+        first = sum(slots[: self.ranks.rank])
+        if self.network.lstm_size:
+            own = torch.full((sum(slots),), -1)
+            own[first : first + valid.shape[1]] = torch.arange(valid.shape[1])
+        else:
+            own = torch.full((len(valid), sum(slots)), -1)
+            numbers = torch.arange(valid.numel()).view(valid.shape)
+            own[:, first : first + valid.shape[1]] = torch.where(valid, numbers, -1)
+            own = own.flatten()
+        if len(own) < settings.minibatches:
+            unit = "slots, which an LSTM needs whole" if self.network.lstm_size else "rows"
+            raise TrainingError(
+                f"{settings.minibatches} minibatches are made of {len(own)} {unit}",
+                why="no minibatch can be empty",
+                fix="lower algorithm.minibatches, or use more environments",
+            )
+        generator = np.random.default_rng((self._seed, self.version))
+        drawn = (torch.from_numpy(generator.permutation(len(own))) for _ in range(settings.epochs))
+        parts = [own[part] for order in drawn for part in order.tensor_split(settings.minibatches)]
+        return [part[part >= 0] for part in parts]
+
+    def _counts(self, experience: _Experience, parts: Sequence[Tensor]) -> list[float]:
+        """Return the number of valid rows of every minibatch, over all ranks."""
+        if self.network.lstm_size:
+            rows = experience.valid.sum(dim=0)
+            counts = torch.stack([rows[part].sum() for part in parts])
+        else:
+            counts = torch.tensor([len(part) for part in parts])
+        self.ranks.sum_([counts])
+        return [float(count) for count in counts.tolist()]
+
+    def _backward(self, experience: _Experience, part: Tensor, count: float) -> Tensor:
+        """Leave the gradient of a minibatch in the flat tensor, and return the sums of its terms.
+
+        The derivatives of the loss are written out, which takes half of autograd's time: by a log probability
+        -A rho where it is not clipped, by a value w (V - R), by an entropy -h, all divided by ``count``.
+        """
+        settings = self._settings
+        parameters, values, actions, columns = self._rows(experience, part)
+        logprobs, entropies = self.network.distribution.evaluate(parameters, actions)
+        with torch.no_grad():
+            acted_logprobs, advantages, returns = columns.unbind(dim=1)
+            log_ratios = logprobs - acted_logprobs
+            ratios = torch.exp(log_ratios)
+            clipped = ratios.clamp(1 - settings.clip, 1 + settings.clip)
+            gains, errors = advantages * ratios, values - returns
+            clipped_gains = advantages * clipped
+            by_logprobs = torch.where(gains > clipped_gains, 0.0, gains).mul_(-1 / count)
+            by_values = errors * (settings.value_weight / count)
+            value_loss, entropy = 0.5 * errors.dot(errors), entropies.sum()
+            divergence, share = (ratios - 1 - log_ratios).sum(), (ratios != clipped).sum()
+            policy_loss = -torch.minimum(gains, clipped_gains).sum()
+            terms = torch.stack([policy_loss, value_loss, entropy, divergence, share]).double()
+        self._gradient.zero_()  # then backpropagate a linear form with these derivatives
+        bonus = entropies.sum() * (settings.entropy_weight / count)
+        (logprobs.dot(by_logprobs) + values.dot(by_values) - bonus).backward()  # type: ignore[no-untyped-call]
+        return terms
+
+    def _rows(self, experience: _Experience, part: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the parameters, values, actions and columns of a minibatch's valid rows."""
+        fields = (experience.actions, experience.columns)
+        if experience.state is None:
+            output = self.network(experience.observations.flatten(0, 1)[part])
+            actions, columns = (each.flatten(0, 1)[part] for each in fields)
+            return output.parameters, output.values, actions, columns
+        kept = experience.valid[:, part].flatten()
+        starts, state = experience.starts[:, part], experience.state[part]
+        output = self.network.unroll(experience.observations[:, part], state, starts)
+        actions, columns = (each[:, part].flatten(0, 1)[kept] for each in fields)
+        return output.parameters[kept], output.values[kept], actions, columns
+
+    def _step(self, terms: Tensor | None = None) -> float:
+        """Sum the gradient over ranks, scale it down, and step. Returns its norm before.
+
+        Raises:
+            NotFiniteError: the gradient is not finite; the weights stay.
+        """
+        self.ranks.sum_([self._gradient])
+        norm = float(torch.linalg.vector_norm(self._gradient))
+        if not math.isfinite(norm):
+            sums = [] if terms is None else zip(TERMS, terms.tolist(), strict=True)
+            culprits = [f"{name} is {value}" for name, value in sums if not math.isfinite(value)]
+            raise NotFiniteError(
+                f"update {self.version}: {', '.join(culprits) or f'the norm of the gradient is {norm}'}",
+                why="a step with it would destroy the weights; they are those before the minibatch",
+                fix="look for rewards or observations that are NaN or huge, or lower algorithm.lr",
+            )
+        if norm > self._settings.max_gradient_norm:
+            self._gradient.mul_(self._settings.max_gradient_norm / (norm + 1e-6))
+        settings, group = self._settings, self._optimizer.param_groups[0]
+        left = 1.0 - self.version / settings.anneal_updates if settings.anneal_updates else 1.0
+        group["lr"] = settings.lr * max(left, 0.0)
+        self._optimizer.step()
+        return norm
+
+
+def as_tensor(array: Array) -> Tensor:
+    """Return a tensor that shares an array's memory; a read-only array is copied, as torch requires."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def steps_of(data: Fragment) -> dict[str, Tensor]:
+    """Return the arguments of the formulas that a fragment has, by name."""
+    names = ("rewards", "terminated", "truncated", "valid")
+    return {name: as_tensor(getattr(data, name)) for name in names}
+
+
+def fragment_metrics(data: Fragment, version: int) -> dict[str, Metric]:
+    """Return what a fragment says about acting, if weights of a version learn from it."""
+    returns = [episode.total_reward for episode in data.episodes]
+    lengths = [episode.length for episode in data.episodes]
+    lag = version * len(data.versions) - int(data.versions.sum())
+    return {
+        "episode/return/mean": Mean(total=sum(returns), count=len(returns)),
+        "episode/length/mean": Mean(total=sum(lengths), count=len(lengths)),
+        "actor/steps/sum": Sum(value=data.num_steps),
+        "actor/lag/mean": Mean(total=lag, count=len(data.versions)),
+    }
+
+
+def _metrics(totals: Tensor, count: float, norms: Sequence[float]) -> dict[str, Metric]:
+    names = ("loss/mean", "value_loss/mean", "entropy/mean", "approximate_kl/mean", "clipped/share")
+    values = zip(names, totals.tolist(), strict=True)
+    means: dict[str, Metric] = {f"policy/{name}": Mean(total=total, count=count) for name, total in values}
+    return means | {"policy/gradient_norm/mean": Mean(total=sum(norms), count=len(norms))}
+
+
+def _flattened(network: nn.Module) -> nn.Parameter:
+    """Move all parameters and their gradients into one tensor each; the network's become views of them."""
+    flat = nn.Parameter(torch.cat([each.detach().flatten() for each in network.parameters()]))
+    flat.grad = torch.zeros_like(flat)
+    views = zip(network.parameters(), _views(flat.data, network), _views(flat.grad, network), strict=True)
+    for parameter, value, gradient in views:
+        parameter.data, parameter.grad = value, gradient
+    return flat
+
+
+def _views(flat: Tensor, network: nn.Module) -> list[Tensor]:
+    """Return a flat tensor's parts in the shapes of the parameters."""
+    parameters = list(network.parameters())
+    parts = torch.split(flat, [each.numel() for each in parameters])
+    return [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]

@@ -1,0 +1,272 @@
+"""Steps: the operators of classic reinforcement learning over iterators.
+
+rollouts ─ select, concat_batches, standardize ─> train_one_step ─> update_target ─> report_metrics
+compute_gradients, on the source worker ─> average_gradients ─> apply_gradients
+store_to_replay                            replay
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from rillflow.errors import GraphError, RecordError
+from rillflow.records.metrics import Mean, Metrics, merge_metrics
+from rillflow.workers.backend import Site
+from rillflow_classic.algorithm import System
+from rillflow_classic.fragment import Fragment, joined
+from rillflow_classic.operators.context import NotReady, Operator, PlanContext
+from rillflow_classic.operators.iterators import LocalIterator, collect, from_function, from_workers
+from rillflow_classic.policy import Learner, Weights
+from rillflow_classic.worker_set import WorkerSet
+
+Rollout = Fragment | Mapping[str, Fragment]
+"""What an actor returns: a fragment, or one of each policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerGradients:
+    """Gradients that a worker computed."""
+
+    gradients: list[Tensor]
+    """Gradient of every parameter."""
+    metrics: Metrics
+    """Of the fragment and of its loss."""
+    version: int
+    """Version of the weights that acted and that have these gradients."""
+
+
+def bulk_sync_rollouts(workers: WorkerSet[Any], method: str = "sample") -> LocalIterator:
+    """Return rollouts of all actors side by side; no actor runs between two of them."""
+    return from_workers(workers, method).batch_across_workers().for_each(join)
+
+
+def async_rollouts(workers: WorkerSet[Any], method: str = "sample", *, num_async: int = 1) -> LocalIterator:
+    """Return rollouts of single actors as they come, with ``num_async`` calls in flight at each."""
+    return from_workers(workers, method).gather_async(num_async)
+
+
+def join(rollouts: Sequence[Rollout]) -> Rollout:
+    """Return rollouts of several actors side by side, by policy if they have several."""
+    single = [each for each in rollouts if isinstance(each, Fragment)]
+    several = [each for each in rollouts if not isinstance(each, Fragment)]
+    if not several:
+        return joined(single)
+    return {name: joined([each[name] for each in several]) for name in several[0]}
+
+
+def select(policy: str) -> Operator:
+    """Take the fragment of one policy."""
+
+    def taken(rollout: Mapping[str, Fragment]) -> Fragment:
+        if policy not in rollout:
+            raise RecordError(
+                f"there is no fragment of policy {policy!r}",
+                why=f"the actors returned fragments of {', '.join(sorted(rollout))}",
+                fix="name one of these policies in the plan",
+            )
+        return rollout[policy]
+
+    return Operator(label=f"select {policy}", begin=lambda _: taken)
+
+
+def concat_batches(min_steps: int) -> Operator:
+    """Join fragments of equal T until they have ``min_steps`` environment steps; for ``combine``."""
+    return collect(
+        f"concat_batches {min_steps}",
+        lambda held: sum(each.num_steps for each in held) >= min_steps,
+        lambda _, held: joined(held),
+    )
+
+
+def standardize(name: str) -> Operator:
+    """Shift and scale a field of a fragment to mean 0 and deviation 1.
+
+    The field is ``rewards`` or an output, such as ``advantages``. Rows that only reset do not count. A
+    deviation below 1e-4 counts as 1e-4.
+    """
+
+    def scaled(fragment: Fragment) -> Fragment:
+        values: Any = fragment.rewards if name == "rewards" else fragment.outputs[name]
+        counted = values[fragment.valid]
+        found = ((values - counted.mean()) / max(float(counted.std()), 1e-4)).astype(values.dtype)
+        if name == "rewards":
+            return replace(fragment, rewards=found)
+        return replace(fragment, outputs={**fragment.outputs, name: found})
+
+    return Operator(label=f"standardize {name}", begin=lambda _: scaled)
+
+
+def train_one_step(system: System, policy: str = "", *, publish_every: int = 1) -> Operator:
+    """Update a learner with an item, and return the metrics.
+
+    Args:
+        system: where the learner is.
+        policy: its name; without one, the only learner.
+        publish_every: updates between new weights for the actors.
+    """
+    learner = system.learners[policy] if policy else system.learner
+
+    def train(item: Any) -> Metrics:
+        metrics = learner.update(item)
+        if learner.version % publish_every == 0:
+            system.publish(learner)
+        return metrics
+
+    return Operator(label=f"train {policy}".strip(), begin=lambda _: train)
+
+
+def compute_gradients(make: Callable[[], Learner], learner: Learner, policy: str = "policy") -> Operator:
+    """Compute gradients on the worker that sampled, with a learner of its own; for a ParallelIterator.
+
+    Args:
+        make: makes a learner on each worker.
+        learner: the learner of this process; those of the workers and the actors' policies begin with the
+            weights that it has when this operator is made.
+        policy: name of the policy in the actors.
+    """
+    version, weights = learner.version, learner.weights()
+
+    def begin(context: PlanContext) -> Callable[[Fragment], WorkerGradients]:
+        mine = context.objects[_key(policy)] = make()
+        mine.policy.load(version, weights)
+        context.worker.load(version, weights, policy)
+
+        def compute(fragment: Fragment) -> WorkerGradients:
+            gradients, metrics = mine.gradients(fragment)
+            return WorkerGradients(gradients=gradients, metrics=metrics, version=int(fragment.versions.min()))
+
+        return compute
+
+    return Operator(label="compute_gradients", begin=begin)
+
+
+def average_gradients(items: Sequence[WorkerGradients]) -> WorkerGradients:
+    """Return the mean of several workers' gradients: their sum divided by their number.
+
+    So the step does not depend on the number of workers (the operator of RLlib Flow's code returns the sum).
+    """
+    columns = zip(*(each.gradients for each in items), strict=True)
+    return WorkerGradients(
+        gradients=[sum(column[1:], column[0]) / len(items) for column in columns],
+        metrics=merge_metrics(each.metrics for each in items),
+        version=min(each.version for each in items),
+    )
+
+
+def apply_gradients(
+    learner: Learner, *, update_all: WorkerSet[Any] | None = None, policy: str = "policy"
+) -> Operator:
+    """Take a step with a worker's gradients, send new weights, and return the metrics.
+
+    Args:
+        learner: the learner of this process.
+        update_all: workers that all get the weights; None: only the item's source gets them.
+        policy: name of the policy in the actors.
+    """
+
+    def begin(context: PlanContext) -> Callable[[WorkerGradients], Metrics]:
+        def apply(item: WorkerGradients) -> Metrics:
+            lag = learner.version - item.version
+            learner.apply(item.gradients)
+            load = (_load, learner.version, learner.weights(), policy)
+            if update_all is not None:
+                context.sent(update_all.submit_all(*load))
+            elif context.source is not None:
+                context.sent([context.source.workers.submit(context.source.index, *load)])
+            else:
+                raise GraphError(
+                    "apply_gradients has no source that could get the weights",
+                    why="its items are joined from several workers, or made in this process",
+                    fix="give update_all=workers, or apply the items of a gather directly",
+                )
+            return {**item.metrics, "actor/lag/mean": Mean(total=float(lag), count=1.0)}
+
+        return apply
+
+    return Operator(label="apply_gradients" + " to all" * (update_all is not None), begin=begin)
+
+
+def store_to_replay(buffers: Any | WorkerSet[Any], seed: int = 0) -> Operator:
+    """Add items to a replay buffer of this process, or to a random one of several workers; return them."""
+
+    def begin(context: PlanContext) -> Callable[[Any], Any]:
+        generator = random.Random(seed)
+
+        def store(item: Any) -> Any:
+            if isinstance(buffers, WorkerSet):
+                context.sent([buffers.call(generator.randrange(buffers.size), "add", item)])
+            else:
+                buffers.add(item)
+            return item
+
+        return store
+
+    return Operator(label="store_to_replay", begin=begin)
+
+
+def replay(
+    buffers: Any | WorkerSet[Any], batch_size: int, *, starts: int = 0, num_async: int = 4
+) -> LocalIterator:
+    """Return batches of a replay buffer of this process, or of several workers as they come.
+
+    Args:
+        buffers: the buffer, or workers that each have one.
+        batch_size: transitions of a batch.
+        starts: transitions that a buffer holds before it gives a batch; at least a batch.
+        num_async: calls in flight at each worker.
+    """
+    least = max(batch_size, starts)
+    if isinstance(buffers, WorkerSet):
+        return from_workers(buffers, _draw, batch_size, least).gather_async(num_async)
+    return from_function(partial(_draw, buffers, batch_size, least), "replay")
+
+
+def update_target(update: Callable[[], None], every: int) -> Operator:
+    """Call a function, which copies weights to a target network, at every ``every``-th item."""
+
+    def begin(_: PlanContext) -> Callable[[Any], Any]:
+        count = 0
+
+        def counted(item: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count % every == 0:
+                update()
+            return item
+
+        return counted
+
+    return Operator(label=f"update_target {every}", begin=begin)
+
+
+def report_metrics(every: int = 1) -> Operator:
+    """Join the metrics of ``every`` items and those that operators recorded to one item; for ``combine``."""
+    return collect(
+        f"report_metrics {every}",
+        lambda held: len(held) == every,
+        lambda context, held: merge_metrics([*held, context.take_metrics()]),
+    )
+
+
+def _draw(buffer: Any, batch_size: int, least: int) -> Any:
+    """Return a batch of a buffer that holds enough transitions."""
+    if buffer.num_transitions < least:
+        return NotReady(why=(f"a replay buffer has {buffer.num_transitions} of {least} transitions",))
+    return buffer.sample(batch_size)
+
+
+def _key(policy: str) -> str:
+    return f"learner of {policy}"
+
+
+def _load(site: Site, pool: str, version: int, weights: Weights, policy: str) -> None:
+    """Load weights into a worker's policy and into the learner beside it."""
+    site.objects[pool].load(version, weights, policy)
+    if _key(policy) in site.objects:
+        site.objects[_key(policy)].policy.load(version, weights)

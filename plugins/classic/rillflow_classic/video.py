@@ -1,0 +1,67 @@
+"""Video: one evaluation episode as a short animated picture in the run directory, which the report shows.
+
+environment.render ─ at most MOST_FRAMES frames of an episode ─ WebP ─> RUN/media/NAME.webp
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from rillflow.runs import durable, layout
+from rillflow_classic.environments.vector import VectorEnvironment
+from rillflow_classic.evaluation import GreedyPlayer
+from rillflow_classic.fragment import Array
+
+MOST_STEPS = 1000
+"""Longest filmed part of an episode."""
+MOST_FRAMES = 200
+"""Frames of a video; a longer episode is shown faster."""
+WIDTH = 320
+"""Largest width in pixels."""
+FRAME_MS = 40
+"""Milliseconds that a frame is shown."""
+
+
+def record_video(player: GreedyPlayer, environment: VectorEnvironment, run: Path, name: str) -> Path | None:
+    """Film an episode of slot 0 into the run directory; None if the environment shows nothing.
+
+    Args:
+        player: plays in the environment, from the start of an episode.
+        environment: an environment that can render.
+        run: the run directory.
+        name: name of the file, without its end.
+
+    Raises:
+        RunDirectoryError: the file cannot be written.
+    """
+    frames = list[Array]()
+    while (frame := environment.render(0)) is not None and len(frames) < MOST_STEPS:
+        frames.append(frame)
+        if player.ended[0]:
+            break
+        player.step()
+    if not frames:
+        return None
+    file = run / layout.MEDIA / f"{name}.webp"
+    with durable.writing(file):
+        file.parent.mkdir(exist_ok=True)
+    durable.replace(file, [animated(frames)])
+    return file
+
+
+def animated(frames: Sequence[Array]) -> bytes:
+    """Return frames [H, W, 3] uint8 as an animated WebP, with at most ``MOST_FRAMES`` of them."""
+    every = -(-len(frames) // MOST_FRAMES)
+    pictures = [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames[::every]]
+    width, height = pictures[0].size
+    if width > WIDTH:
+        pictures = [each.resize((WIDTH, height * WIDTH // width)) for each in pictures]
+    data = io.BytesIO()
+    first, *rest = pictures
+    first.save(data, "WEBP", save_all=True, append_images=rest, duration=FRAME_MS, loop=0, quality=60)
+    return data.getvalue()

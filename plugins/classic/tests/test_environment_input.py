@@ -1,0 +1,152 @@
+"""Bad environments and bad settings: each has one error that names the id, the slot and the value."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rillflow.errors import ConfigError
+from rillflow_classic.environments import catalog
+from rillflow_classic.environments.catalog import located
+from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.make import make_environment
+from rillflow_classic.environments.vector import EnvironmentFailure
+
+FAULTY = Path(__file__).with_name("faulty.py")
+
+
+def made(id: str = f"{FAULTY}:Counter", slots: int = 3, **settings: Any) -> Any:
+    return make_environment(EnvironmentSettings(**{"id": id, "run": "inline", **settings}), slots)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raises", r"Counter.step of slot 0 failed: ZeroDivisionError: no such move"),
+        ("nan", r"slot 0 returned the observation nan at \[1\]"),
+        ("infinite reward", r"slot 0 returned the reward inf"),
+        ("text reward", r"Counter.step of slot 0 failed: ValueError: could not convert .*'much'"),
+        ("shape", r"Counter.step of slot 0 failed: TypeError: an observation of float32 \[3\], but .* \[2\]"),
+        ("scalar", r"Counter.step of slot 0 failed: TypeError: an observation of float64 \[\]"),
+        ("dtype", r"Counter.step of slot 0 failed: TypeError: an observation of <U1 \[2\]"),
+        ("four", r"Counter.step of slot 0 failed: ValueError: not enough values to unpack"),
+    ],
+)
+def test_a_faulty_step_is_one_clear_error(fault: str, words: str) -> None:
+    environment = made(arguments={"fault": fault})
+    for _ in range(2):
+        environment.step(np.zeros(3, np.int64))
+    with pytest.raises(EnvironmentFailure, match=words) as failure:
+        environment.step(np.zeros(3, np.int64))
+    assert failure.value.why and failure.value.fix
+    assert str(pickle.loads(pickle.dumps(failure.value))) == str(failure.value)  # noqa: S301  our own error
+
+
+def test_the_error_of_an_exception_says_where() -> None:
+    environment = made(arguments={"fault": "raises", "at": 1})
+    with pytest.raises(EnvironmentFailure) as failure:
+        environment.step(np.zeros(3, np.int64))
+    line = (
+        FAULTY.read_text().splitlines().index('                    raise ZeroDivisionError("no such move")')
+    )
+    assert f"faulty.py, line {line + 1}" in failure.value.why
+
+
+@pytest.mark.parametrize("provider", ["gymnasium", "envpool"])
+@pytest.mark.parametrize(
+    ("actions", "words"),
+    [
+        (np.array([0, 2, 1]), "the action of slot 1 is 2"),
+        (np.array([-1, 0, 1]), "the action of slot 0 is -1"),
+        (np.array([0, 1]), r"the actions are int64 \[2\]"),
+        (np.array([0.0, 1.0, 1.0]), r"the actions are float64 \[3\]"),
+        (np.zeros((3, 1), np.int64), r"the actions are int64 \[3, 1\]"),
+    ],
+)
+def test_an_action_outside_its_space_is_refused(provider: str, actions: Any, words: str) -> None:
+    environment = made("CartPole-v1", provider=provider)
+    with pytest.raises(EnvironmentFailure, match=words):
+        environment.step(actions)
+
+
+@pytest.mark.parametrize("provider", ["gymnasium", "envpool"])
+def test_continuous_actions_are_clipped_or_refused(provider: str) -> None:
+    wide = np.array([[5.0], [-3.0], [1.0]], np.float32)
+    ends = np.array([[2.0], [-2.0], [1.0]], np.float32)
+    one, other = made("Pendulum-v1", provider=provider), made("Pendulum-v1", provider=provider)
+    assert np.array_equal(one.step(wide).rewards, other.step(ends).rewards)
+    with pytest.raises(EnvironmentFailure, match=r"the action of slot 1 is \[nan\]"):
+        one.step(np.array([[0.0], [np.nan], [0.0]], np.float32))
+    strict = made("Pendulum-v1", provider=provider, clip_actions=False)
+    with pytest.raises(EnvironmentFailure, match=r"the action of slot 0 is \[5\.?\]"):
+        strict.step(wide)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"id": "CartPole-v7"}, "did you mean 'CartPole-v"),
+        ({"id": "cartpole-v1"}, "did you mean 'CartPole-v1'"),
+        ({"id": "Pongg-v5"}, "did you mean 'Pong-v5'"),
+        ({"id": "MultiAgentCartpole-v0"}, "did you mean 'MultiAgentCartPole-v0'"),
+        ({"id": "FishingDerby-v9", "provider": "envpool"}, "did you mean 'FishingDerby-v5'"),
+        ({"id": "ALE/Pong-v9", "provider": "gymnasium"}, "did you mean 'ALE/Pong-v5'"),
+        ({"id": "TheWholeWorldAndMore"}, "name a registered id, or a class as file.py:Class"),
+        ({"id": "absent.package:Class"}, "absent.* cannot be imported"),
+        ({"id": "rillflow_classic.fragment:Fragmnt"}, "did you mean 'Fragment'"),
+        ({"id": f"{FAULTY}:Countr"}, "did you mean 'Counter'"),
+        ({"id": f"{FAULTY}:not_a_class"}, "has no class 'not_a_class'"),
+        ({"id": f"{FAULTY.parent}/absent.py:Class"}, "absent.py cannot be imported.*FileNotFoundError"),
+        ({"provider": "envpool"}, "EnvPool has environments of its own only"),
+        ({"arguments": {"lenght": 3}}, "unexpected keyword argument 'lenght'"),
+        (
+            {"id": "CartPole-v1", "arguments": {"speed": 3}},
+            "EnvPool cannot make 'CartPole-v1' with .*'speed': 3",
+        ),
+        (
+            {"id": "CartPole-v1", "provider": "gymnasium", "arguments": {"speed": 3}},
+            "cannot be made.*'speed'",
+        ),
+        (
+            {"id": f"{FAULTY}:Team", "arguments": {"spaces": "different"}},
+            "agents 'a' and 'c' of Team have diff",
+        ),
+        (
+            {"id": "Blackjack-v1", "provider": "gymnasium"},
+            "observations are Tuple.*an observation is one array",
+        ),
+        (
+            {"id": "FrozenLake-v1", "frame_stack": 3},
+            "environment.frame_stack is set, and observations are Disc",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_at_the_start(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        made(**settings)
+
+
+def test_no_slots_are_refused() -> None:
+    with pytest.raises(ConfigError, match="an actor has 0 environments"):
+        made(slots=0)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "envpool_ids", frozenset)
+    with pytest.raises(ConfigError, match=r"which has 0 ids(?s:.*)rillflow\[classic\]"):
+        made("CartPole-v1", provider="envpool")
+    assert made("CartPole-v1").num_slots == 3, "Gymnasium has it too"
+
+
+def test_a_file_is_found_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(FAULTY.read_text())
+    found = located(EnvironmentSettings(id="game.py:Counter"), tmp_path)
+    assert found.id == f"{tmp_path}/game.py:Counter"
+    assert make_environment(found.model_copy(update={"run": "inline"}), 2).num_slots == 2
+    with pytest.raises(ConfigError, match="did you mean 'Counter'"):
+        located(EnvironmentSettings(id="game.py:Conter"), tmp_path)
+    assert located(EnvironmentSettings(id="CartPole-v1"), tmp_path).id == "CartPole-v1"
