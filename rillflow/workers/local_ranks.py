@@ -28,7 +28,7 @@ from rillflow.errors import ClusterError
 from rillflow.workers.backend import RankLost
 from rillflow.workers.liveness import HeartbeatTarget
 from rillflow.workers.parcels import Frame, Parcel, receive, send
-from rillflow.workers.process_rank import About
+from rillflow.workers.process_rank import FrameKind
 from rillflow.workers.segments import MemorySegment, SegmentPool
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ class LocalRank:
             return False
         if frame is None:
             return False
-        if frame.kind == About.FETCH:
+        if frame.kind == FrameKind.FETCH:
             for name in frame.numbers[1:]:
                 self._backend.forward(self, frame.numbers[0], name)
             return True
@@ -176,7 +176,7 @@ class LocalRank:
             call = self._calls.pop(frame.numbers[0], None)
         if call is None:
             self.refused += 1
-        elif frame.kind == About.DONE:
+        elif frame.kind == FrameKind.DONE:
             for made, parcel in zip(call.results, frame.parcels, strict=True):
                 made.set_result(parcel)
         else:

@@ -40,7 +40,7 @@ HERE = "127.0.0.1"
 """Address of every rank: collectives and heartbeats stay on the loopback device."""
 
 
-class About(IntEnum):
+class FrameKind(IntEnum):
     """Kind of a frame, and its numbers."""
 
     CALL = 0
@@ -91,7 +91,7 @@ class ProcessRank:
         call = frame.numbers[0]
         try:
             found = self._run(frame)
-            done = Frame(kind=About.DONE, numbers=(call,), parcels=found)
+            done = Frame(kind=FrameKind.DONE, numbers=(call,), parcels=found)
             packet, segments = done.packet(self._pool)
         except KeyboardInterrupt:
             error = Stranded("was abandoned", why="the run was stopped")
@@ -111,13 +111,13 @@ class ProcessRank:
         """
         _, results, era = frame.numbers
         work, arguments = frame.parcels[0].open()
-        if frame.kind == About.SETUP:
+        if frame.kind == FrameKind.SETUP:
             self._era = era
         if era < self._era:
             raise Signalled
         try:
             self._running_era = era
-            found = work(self if frame.kind == About.SETUP else self.site, *arguments)
+            found = work(self if frame.kind == FrameKind.SETUP else self.site, *arguments)
         finally:
             self._running_era = math.inf
         try:
@@ -132,16 +132,16 @@ class ProcessRank:
         del fields
         names = [int(slot.name) for slot in slots]
         self._fetches += 1
-        request = Frame(kind=About.FETCH, numbers=(self._fetches, *dict.fromkeys(names)))
+        request = Frame(kind=FrameKind.FETCH, numbers=(self._fetches, *dict.fromkeys(names)))
         send(self._connection, *request.packet(self._pool))
         found, end = dict[int, Parcel](), time.monotonic() + self.deadline_s
         while len(found) < len({*names}):
             frame = self._awaited(end)
-            if frame.kind in (About.CALL, About.SETUP):
+            if frame.kind in (FrameKind.CALL, FrameKind.SETUP):
                 self._waiting.append(frame)
             elif frame.numbers[0] != self._fetches:
                 continue  # of a fetch that has ended
-            elif frame.kind == About.LOST:
+            elif frame.kind == FrameKind.LOST:
                 raise _loss(frame.parcels[0].open()) from None
             else:
                 found[frame.numbers[1]] = frame.parcels[0]
@@ -179,7 +179,7 @@ class ProcessRank:
         except Exception:  # noqa: BLE001  any error of an exception's own pickling
             why = f"raised at {innermost_line(error)}"
             parcel = Parcel.of(ClusterError(f"{type(error).__name__}: {error}", why=why), self._pool)
-        return Frame(kind=About.FAILED, numbers=(call,), parcels=(parcel,)).packet(self._pool)
+        return Frame(kind=FrameKind.FAILED, numbers=(call,), parcels=(parcel,)).packet(self._pool)
 
     def abandon(self, *_: object) -> None:
         """End the running call, and refuse later calls that were submitted before."""

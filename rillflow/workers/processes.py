@@ -43,7 +43,7 @@ from rillflow.workers.messages import cannot_travel, heaviest
 from rillflow.workers.nodes import Seating
 from rillflow.workers.parcels import Frame, Parcel
 from rillflow.workers.pending import await_replies
-from rillflow.workers.process_rank import HERE, About
+from rillflow.workers.process_rank import HERE, FrameKind
 from rillflow.workers.segments import SegmentPool
 
 _ABANDON_S = 5.0
@@ -177,7 +177,7 @@ class ProcessBackend(Backend):
 
     def _ask(self, rank: LocalRank, work: Callable[..., Any], *arguments: Any) -> ProcessReference:
         """Run a function of ``process_rank`` on a process."""
-        return self._sent(rank, About.SETUP, Parcel.of((work, arguments), self.pool), 1)[0]
+        return self._sent(rank, FrameKind.SETUP, Parcel.of((work, arguments), self.pool), 1)[0]
 
     def _asked(self, doing: str, calls: Mapping[Place, ProcessReference]) -> dict[Place, Any]:
         wait_s = self._start_s + _START_EACH_S * len(self._worlds)
@@ -198,10 +198,10 @@ class ProcessBackend(Backend):
         except Exception as error:  # noqa: BLE001  any error of an argument's own pickling
             raise cannot_travel("an argument of a call", error) from None
         self.count(calls=1, sent_bytes=parcel.nbytes)
-        return self._sent(self._ranks[place], About.CALL, parcel, results)
+        return self._sent(self._ranks[place], FrameKind.CALL, parcel, results)
 
     def _sent(
-        self, rank: LocalRank, kind: About, parcel: Parcel, results: int
+        self, rank: LocalRank, kind: FrameKind, parcel: Parcel, results: int
     ) -> tuple[ProcessReference, ...]:
         made = tuple(ProcessReference(next(self._names)) for _ in range(results))
         for each in made:
@@ -216,7 +216,7 @@ class ProcessBackend(Backend):
         def answer(made: Future[Parcel]) -> None:
             error = made.exception()
             parcel = made.result() if error is None else Parcel.of(error, self.pool)
-            kind = About.FOUND if error is None else About.LOST
+            kind = FrameKind.FOUND if error is None else FrameKind.LOST
             self.count(sent_bytes=len(parcel.content))
             rank.send(Frame(kind=kind, numbers=(fetch, name), parcels=(parcel,)))
 

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from task import Clock, Task, read_task
 
 
-def main(task: Task) -> None:
-    """Train, and read both phases from its timers."""
-    import ale_py
-    import gymnasium
-    import ray
-    from ray.rllib.algorithms.ppo import PPOConfig, ppo
+def config(task: Task, runners: int) -> Any:
+    """Return RLlib's settings for a task."""
+    from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-    from ray.tune.registry import register_env
 
-    runners = int(task.form or 0)
-    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=max(2, runners + 1))
-
-    def pong(_: object) -> gymnasium.Env:
-        from ray.rllib.env.wrappers.atari_wrappers import wrap_atari_for_new_api_stack
-
-        gymnasium.register_envs(ale_py)
-        raw = gymnasium.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0.0)
-        return wrap_atari_for_new_api_stack(raw, dim=84, frameskip=4, framestack=4)
-
-    register_env("pong", pong)
     model = DefaultModelConfig(
         fcnet_hiddens=[64, 64], fcnet_activation="tanh", vf_share_layers=task.is_frames, head_fcnet_hiddens=[]
     )
     if task.is_frames:
         model.conv_filters = [[32, 8, 4], [64, 4, 2], [64, 3, 1]]
         model.fcnet_hiddens, model.head_fcnet_hiddens = [512], [512]
-    algorithm = (
+    return (
         PPOConfig()
         .environment("pong" if task.is_frames else task.environment)
         .env_runners(
@@ -53,8 +40,29 @@ def main(task: Task) -> None:
         )
         .rl_module(model_config=model)
         .debugging(seed=task.seed, log_level="ERROR")
-        .build_algo()
     )
+
+
+def main(task: Task) -> None:
+    """Train, and read both phases from its timers."""
+    import ale_py
+    import gymnasium
+    import ray
+    from ray.rllib.algorithms.ppo import ppo
+    from ray.tune.registry import register_env
+
+    runners = int(task.form or 0)
+    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=max(2, runners + 1))
+
+    def pong(_: object) -> gymnasium.Env:
+        from ray.rllib.env.wrappers.atari_wrappers import wrap_atari_for_new_api_stack
+
+        gymnasium.register_envs(ale_py)
+        raw = gymnasium.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0.0)
+        return wrap_atari_for_new_api_stack(raw, dim=84, frameskip=4, framestack=4)
+
+    register_env("pong", pong)
+    algorithm = config(task, runners).build_algo()
     clock = Clock()
     sample, update_ = ppo.synchronous_parallel_sample, algorithm.learner_group.update
 

@@ -35,7 +35,7 @@ def inputs(
         observation_space=OBSERVATIONS,
         action_space=ACTIONS[actions],
         network=NETWORKS[network],
-        settings=settings or ppo.PPOConfig(lr=1e-2, epochs=2, minibatches=3),
+        settings=settings or ppo.ClassicPPOConfig(lr=1e-2, epochs=2, minibatches=3),
         seed=4,
     )
 
@@ -105,7 +105,7 @@ def test_the_gradient_of_a2c_is_that_of_the_log_probabilities() -> None:
 def test_an_a2c_update_is_one_ppo_step_with_any_clip() -> None:
     settings = a2c.A2CConfig(lr=1e-2)
     one = OnPolicyLearner(inputs(settings))
-    other = OnPolicyLearner(inputs(ppo.PPOConfig(**settings.model_dump() | {"clip": 1e-3})))
+    other = OnPolicyLearner(inputs(ppo.ClassicPPOConfig(**settings.model_dump() | {"clip": 1e-3})))
     data = play(one)
     one.update(data)
     other.update(data)
@@ -153,7 +153,7 @@ def test_rows_that_reset_teach_nothing(network: str) -> None:
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("actions", ACTIONS)
 def test_a_restored_learner_continues_bit_by_bit(network: str, actions: str) -> None:
-    given = inputs(ppo.PPOConfig(anneal_updates=10), network, actions)
+    given = inputs(ppo.ClassicPPOConfig(anneal_updates=10), network, actions)
     one, other = OnPolicyLearner(given), OnPolicyLearner(given)
     fragments = [play(one, seed) for seed in range(4)]
     for data in fragments[:2]:
@@ -177,7 +177,7 @@ def test_a_fresh_learner_restores_too() -> None:
 
 
 def test_the_learning_rate_falls_to_zero() -> None:
-    learner = OnPolicyLearner(inputs(ppo.PPOConfig(anneal_updates=2)))
+    learner = OnPolicyLearner(inputs(ppo.ClassicPPOConfig(anneal_updates=2)))
     for _ in range(2):
         learner.update(play(learner))
     before = learner.weights()
@@ -214,7 +214,7 @@ def test_a_read_only_fragment_is_fine() -> None:
 
 
 def test_more_minibatches_than_slots_of_an_lstm_are_refused() -> None:
-    learner = OnPolicyLearner(inputs(ppo.PPOConfig(minibatches=5), "lstm"))
+    learner = OnPolicyLearner(inputs(ppo.ClassicPPOConfig(minibatches=5), "lstm"))
     with pytest.raises(TrainingError, match="5 minibatches are made of 4 slots"):
         learner.update(play(learner))
 

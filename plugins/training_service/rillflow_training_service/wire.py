@@ -22,7 +22,7 @@ FLOAT32, INT64, INT32 = 1, 2, 3
 """Numbers of the types of tensors."""
 _DTYPES = {FLOAT32: torch.float32, INT64: torch.int64, INT32: torch.int32}
 _PACKAGE = "rillflow_training_service"
-_KINDS = {"string": 9, "bytes": 12, "int32": 5, "int64": 3, "double": 1, "bool": 8}
+_KINDS: dict[str, Any] = {"string": 9, "bytes": 12, "int32": 5, "int64": 3, "double": 1, "bool": 8}
 """Protobuf's numbers of field types. An enum travels as an int32."""
 _MESSAGES: Mapping[str, Mapping[int, str]] = {
     "SparseCsr": {1: "values bytes", 2: "rows bytes", 3: "columns bytes"},

@@ -16,7 +16,7 @@ from rillflow_classic.on_policy import OnPolicyConfig, OnPolicyLearner
 from rillflow_classic.operators.steps import train_one_step
 
 
-class PPOConfig(OnPolicyConfig):
+class ClassicPPOConfig(OnPolicyConfig):
     """``[algorithm]`` of PPO."""
 
 
@@ -27,5 +27,5 @@ def plan(system: System, settings: OnPolicyConfig) -> Iterator[Metrics]:
 
 
 ALGORITHM = ClassicAlgorithm(
-    name="ppo", config=PPOConfig, learner=OnPolicyLearner, plan=plan, sums_gradients=True
+    name="ppo", config=ClassicPPOConfig, learner=OnPolicyLearner, plan=plan, sums_gradients=True
 )

@@ -18,7 +18,7 @@ from rillflow.errors import ConfigError
 from rillflow.records.metrics import Metrics, merge_metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, System
 from rillflow_classic.algorithms.dqn import DQNConfig, DQNLearner
-from rillflow_classic.algorithms.ppo import PPOConfig
+from rillflow_classic.algorithms.ppo import ClassicPPOConfig
 from rillflow_classic.off_policy import train_from_replay
 from rillflow_classic.on_policy import OnPolicyLearner
 from rillflow_classic.operators.iterators import concurrently
@@ -32,7 +32,7 @@ PPO, DQN = "ppo", "dqn"
 class TwoTrainersConfig(Section):
     """``[algorithm]`` of two trainers."""
 
-    ppo: PPOConfig = PPOConfig()
+    ppo: ClassicPPOConfig = ClassicPPOConfig()
     dqn: DQNConfig = DQNConfig()
 
 
