@@ -31,6 +31,8 @@ from rillflow_classic.formulas import gae, moments, scaled
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.acting import NetworkPolicy, weights_of
 from rillflow_classic.networks.build import build_network
+from rillflow_classic.networks.distributions import Floats
+from rillflow_classic.networks.passes import ForwardPass, NumpyMLP, TorchPass
 from rillflow_classic.policy import ActorPolicy, Weights
 
 TERMS = ("policy loss", "value loss", "entropy", "KL divergence", "clipped share")
@@ -111,6 +113,7 @@ class OnPolicyLearner:
         self._settings: OnPolicyConfig = inputs.settings
         self._seed = inputs.seed
         self._flat = _flattened(self.network)  # before the policy, which keeps views of the parameters
+        self._mlp = NumpyMLP(self.network) if NumpyMLP.fits(self.network) else None
         self.policy: ActorPolicy = NetworkPolicy(self.network, inputs.seed)
         self.policy.version = 0
         self._optimizer = torch.optim.Adam([self._flat], lr=self._settings.lr, eps=1e-5, fused=True)
@@ -272,44 +275,43 @@ class OnPolicyLearner:
         return [float(count) for count in counts.tolist()]
 
     def _backward(self, experience: _Experience, part: Tensor, count: float) -> Tensor:
-        """Leave the gradient of a minibatch in the flat tensor, and return the sums of its terms.
+        """Write the gradient of a minibatch into the flat tensor, and return the sums of its terms.
 
-        The derivatives of the loss are written out, which takes half of autograd's time: by a log probability
-        -A rho where it is not clipped, by a value w (V - R), by an entropy -h, all divided by ``count``.
+        The derivatives of the loss are written out: by a log probability -A rho where it is not clipped, by a
+        value w (V - R), by an entropy -h, all divided by ``count``.
         """
         settings = self._settings
-        parameters, values, actions, columns = self._rows(experience, part)
-        logprobs, entropies = self.network.distribution.evaluate(parameters, actions)
-        with torch.no_grad():
-            acted_logprobs, advantages, returns = columns.unbind(dim=1)
-            log_ratios = logprobs - acted_logprobs
-            ratios = torch.exp(log_ratios)
-            clipped = ratios.clamp(1 - settings.clip, 1 + settings.clip)
-            gains, errors = advantages * ratios, values - returns
-            clipped_gains = advantages * clipped
-            by_logprobs = torch.where(gains > clipped_gains, 0.0, gains).mul_(-1 / count)
-            by_values = errors * (settings.value_weight / count)
-            value_loss, entropy = 0.5 * errors.dot(errors), entropies.sum()
+        passed, actions, columns = self._rows(experience, part)
+        acted_logprobs, advantages, returns = columns.T
+        with np.errstate(over="ignore", invalid="ignore"):  # _step refuses what is not finite
+            derived = self.network.distribution.derive(passed.parameters, actions)
+            log_ratios = derived.logprobs - acted_logprobs
+            ratios = np.exp(log_ratios)
+            clipped = np.clip(ratios, 1 - settings.clip, 1 + settings.clip)
+            gains, clipped_gains = advantages * ratios, advantages * clipped
+            errors = passed.values - returns
+            by_logprobs = np.where(gains > clipped_gains, np.float32(0), gains) * np.float32(-1 / count)
+            by_parameters = derived.gradient(by_logprobs, -settings.entropy_weight / count)
+            passed.backward(by_parameters, errors * np.float32(settings.value_weight / count))
+            policy_loss, value_loss = -np.minimum(gains, clipped_gains).sum(), 0.5 * errors.dot(errors)
             divergence, share = (ratios - 1 - log_ratios).sum(), (ratios != clipped).sum()
-            policy_loss = -torch.minimum(gains, clipped_gains).sum()
-            terms = torch.stack([policy_loss, value_loss, entropy, divergence, share]).double()
-        self._gradient.zero_()  # then backpropagate a linear form with these derivatives
-        bonus = entropies.sum() * (settings.entropy_weight / count)
-        (logprobs.dot(by_logprobs) + values.dot(by_values) - bonus).backward()  # type: ignore[no-untyped-call]
-        return terms
+        terms = [policy_loss, value_loss, derived.entropies.sum(), divergence, share]
+        return torch.tensor([float(each) for each in terms], dtype=torch.float64)
 
-    def _rows(self, experience: _Experience, part: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the parameters, values, actions and columns of a minibatch's valid rows."""
+    def _rows(self, experience: _Experience, part: Tensor) -> tuple[ForwardPass, Array, Floats]:
+        """Return the pass, the actions and the columns [B, 3] of a minibatch's valid rows."""
         fields = (experience.actions, experience.columns)
         if experience.state is None:
-            output = self.network(experience.observations.flatten(0, 1)[part])
-            actions, columns = (each.flatten(0, 1)[part] for each in fields)
-            return output.parameters, output.values, actions, columns
+            observations = experience.observations.flatten(0, 1)
+            actions, columns = (each.flatten(0, 1)[part].numpy() for each in fields)
+            if self._mlp is not None:
+                return self._mlp.forward(observations.numpy()[part.numpy()]), actions, columns
+            return TorchPass(self.network(observations[part]), self._gradient), actions, columns
         kept = experience.valid[:, part].flatten()
         starts, state = experience.starts[:, part], experience.state[part]
         output = self.network.unroll(experience.observations[:, part], state, starts)
-        actions, columns = (each[:, part].flatten(0, 1)[kept] for each in fields)
-        return output.parameters[kept], output.values[kept], actions, columns
+        actions, columns = (each[:, part].flatten(0, 1)[kept].numpy() for each in fields)
+        return TorchPass(output, self._gradient, kept), actions, columns
 
     def _step(self, terms: Tensor | None = None) -> float:
         """Sum the gradient over ranks, scale it down, and step. Returns its norm before.

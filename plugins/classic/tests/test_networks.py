@@ -12,6 +12,7 @@ from rillflow_classic.networks.acting import NetworkPolicy, weights_of
 from rillflow_classic.networks.build import Tanh, build_network
 from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.networks.distributions import CategoricalActions, GaussianActions
+from rillflow_classic.networks.passes import NumpyMLP
 
 VECTOR = spaces.Box(-1, 1, (4,), np.float32)
 FRAMES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -125,6 +126,38 @@ def test_the_entropy_of_categorical_actions_matches_torch() -> None:
     logprobs, entropy = CategoricalActions(5).evaluate(logits, actions)
     torch.testing.assert_close(entropy, reference.entropy())
     torch.testing.assert_close(logprobs, reference.log_prob(actions))
+
+
+@pytest.mark.parametrize(
+    "actions", [TWO, spaces.Box(-1, 1, (3,), np.float32)], ids=["discrete", "continuous"]
+)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_the_gradients_of_an_mlp_in_numpy_are_autograds(
+    actions: spaces.Space, shared: bool, activation: str
+) -> None:
+    config = NetworkConfig(hidden=(16, 8), shared=shared, activation=activation)
+    network, generator = build_network(config, VECTOR, actions, seed=2), np.random.default_rng(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    given = generator.standard_normal((9, *VECTOR.shape), dtype=np.float32)
+    acted = NetworkPolicy(network, seed=1).act(given).actions
+    by_logprobs, by_values = generator.standard_normal((2, 9), dtype=np.float32)
+    output = network(torch.from_numpy(given))
+    logprobs, entropies = network.distribution.evaluate(output.parameters, torch.from_numpy(acted))
+    loss = logprobs.dot(torch.from_numpy(by_logprobs)) + output.values.dot(torch.from_numpy(by_values))
+    (loss + 0.3 * entropies.sum()).backward()
+    expected = [parameter.grad.clone() for parameter in network.parameters()]
+    for parameter in network.parameters():
+        parameter.grad.fill_(7.0)  # the pass overwrites what is there
+    passed = NumpyMLP(network).forward(given)
+    derived = network.distribution.derive(passed.parameters, acted)
+    np.testing.assert_allclose(derived.logprobs, logprobs.detach(), atol=1e-5)
+    np.testing.assert_allclose(derived.entropies, entropies.detach(), atol=1e-5)
+    passed.backward(derived.gradient(by_logprobs, 0.3), by_values)
+    for parameter, gradient in zip(network.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-4, rtol=1e-4)
 
 
 def test_a_seed_repeats_actions_and_greedy_needs_none() -> None:

@@ -6,6 +6,8 @@ Legend: B rows, P parameters of a row, A action dimensions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,18 @@ from rillflow_classic.fragment import Array
 
 Floats = NDArray[np.float32]
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """Log probabilities and entropies of a batch, and their derivatives."""
+
+    logprobs: Floats
+    """[B] of the actions."""
+    entropies: Floats
+    """[B]."""
+    gradient: Callable[[Floats, float], Floats]
+    """``gradient(by_logprobs [B], by_entropy)``: [B, P], a loss's derivatives by the parameters."""
 
 
 class Distribution(Protocol):
@@ -33,6 +47,9 @@ class Distribution(Protocol):
 
     def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log probability of each row's action [B], and the entropy of each row [B]."""
+
+    def derive(self, parameters: Floats, actions: Array) -> Derived:
+        """Return the same in numpy, with the derivatives written out: a third of autograd's time."""
 
 
 class CategoricalActions:
@@ -55,6 +72,20 @@ class CategoricalActions:
         logprobs = torch.log_softmax(parameters, dim=-1)
         entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
         return logprobs.gather(-1, actions[..., None]).squeeze(-1), entropy
+
+    def derive(self, parameters: Floats, actions: Array) -> Derived:
+        """See Distribution. d log p_a = 1_a - p; d entropy = -p (log p + entropy)."""
+        logprobs = parameters - np.logaddexp.reduce(parameters, axis=-1, keepdims=True)
+        shares = np.exp(logprobs)
+        entropies = -(shares * logprobs).sum(axis=-1)
+        rows = np.arange(len(actions)), actions
+
+        def gradient(by_logprobs: Floats, by_entropy: float) -> Floats:
+            found: Floats = shares * -(by_logprobs[:, None] + by_entropy * (logprobs + entropies[:, None]))
+            found[rows] += by_logprobs
+            return found
+
+        return Derived(logprobs=logprobs[rows], entropies=entropies, gradient=gradient)
 
 
 class GaussianActions:
@@ -85,6 +116,20 @@ class GaussianActions:
         scaled = (actions - means) * torch.exp(-log_deviations)
         spread = (log_deviations + LOG_SQRT_2PI).sum(dim=-1)
         return -0.5 * (scaled * scaled).sum(dim=-1) - spread, spread + 0.5 * means.shape[-1]
+
+    def derive(self, parameters: Floats, actions: Array) -> Derived:
+        """See Distribution. With z = (a - mean) / deviation: z / deviation by mean, z^2 - 1 by log."""
+        means, log_deviations = np.split(parameters, 2, axis=-1)
+        inverses = np.exp(-log_deviations)
+        scaled = (actions - means) * inverses
+        squares, spread = scaled * scaled, (log_deviations + LOG_SQRT_2PI).sum(axis=-1)
+
+        def gradient(by_logprobs: Floats, by_entropy: float) -> Floats:
+            by = by_logprobs[:, None]
+            return np.concatenate([by * scaled * inverses, by * (squares - 1) + by_entropy], axis=-1)
+
+        logprobs = -0.5 * squares.sum(axis=-1) - spread
+        return Derived(logprobs=logprobs, entropies=spread + 0.5 * means.shape[-1], gradient=gradient)
 
 
 def _picked(logits: Floats, actions: Array) -> tuple[Array, Floats]:
