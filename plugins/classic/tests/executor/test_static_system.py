@@ -36,7 +36,7 @@ def trained(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "a2c"])
+@pytest.mark.parametrize("algorithm", ["ppo", "a2c", "dqn"])
 def test_the_weights_are_those_of_calls_for_every_number_of_threads(tmp_path: Path, algorithm: str) -> None:
     called = trained(tmp_path, "pull", algorithm__name=algorithm)
     assert called
