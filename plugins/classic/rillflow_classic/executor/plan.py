@@ -32,7 +32,7 @@ class Tag(NamedTuple):
 
 
 @dataclass(eq=False)
-class Channel:
+class PlanChannel:
     """A place for one value at each tag. Reactions read it at the tag of the value."""
 
     name: str
@@ -43,14 +43,14 @@ class Channel:
     """Delay of a forward channel; 0: the next microstep; None: no delay."""
     writer: Reaction | None = None
     """Reaction that writes it; None for a forward channel, a startup or a timer."""
-    source: Channel | None = None
+    source: PlanChannel | None = None
     """Channel that feeds a forward channel."""
     period: int | None = None
     """Period of a timer; 0: once, at the start."""
     value: Any = True
     """Value of a startup or a timer."""
 
-    def connect(self, source: Channel) -> None:
+    def connect(self, source: PlanChannel) -> None:
         """Feed this forward channel from another channel.
 
         Raises:
@@ -71,7 +71,7 @@ class Channel:
         self.source = source
 
 
-Input = Channel | Sequence[Channel]
+Input = PlanChannel | Sequence[PlanChannel]
 """One channel, or several that a reaction receives as a list: a gather."""
 
 
@@ -87,7 +87,7 @@ class Reaction:
     """Name of the method."""
     inputs: tuple[Input, ...]
     """What the method is called with, in order."""
-    outputs: tuple[Channel, ...] = ()
+    outputs: tuple[PlanChannel, ...] = ()
     """Channels that its result is written to."""
 
     @property
@@ -96,12 +96,12 @@ class Reaction:
         return f"{self.reactor.name}.{self.method}"
 
     @property
-    def reads(self) -> list[Channel]:
+    def reads(self) -> list[PlanChannel]:
         """Every channel that it reads."""
         return [
             channel
             for each in self.inputs
-            for channel in ((each,) if isinstance(each, Channel) else tuple(each))
+            for channel in ((each,) if isinstance(each, PlanChannel) else tuple(each))
         ]
 
 
@@ -118,7 +118,7 @@ class Reactor:
     plan: StaticPlan
     """Its plan."""
 
-    def react(self, method: str, *inputs: Input) -> Channel:
+    def react(self, method: str, *inputs: Input) -> PlanChannel:
         """Declare a reaction with one output.
 
         At a tag with a value in an input, ``method(*values)`` runs; an input without a value there is None.
@@ -127,7 +127,7 @@ class Reactor:
         """
         return self.react_many(method, *inputs, outputs=1)[0]
 
-    def react_many(self, method: str, *inputs: Input, outputs: int) -> tuple[Channel, ...]:
+    def react_many(self, method: str, *inputs: Input, outputs: int) -> tuple[PlanChannel, ...]:
         """Declare a reaction with several outputs; the method returns a tuple with a value for each."""
         return self.plan.add_reaction(self, method, inputs, outputs)
 
@@ -151,7 +151,7 @@ class StaticPlan:
     """Its reactors."""
     reactions: list[Reaction] = field(default_factory=list)
     """Their reactions, in the order of declaration."""
-    channels: list[Channel] = field(default_factory=list)
+    channels: list[PlanChannel] = field(default_factory=list)
     """All channels, by slot."""
 
     def reactor(self, name: str, make: Callable[[], Any]) -> Reactor:
@@ -167,17 +167,17 @@ class StaticPlan:
         self.reactors.append(Reactor(name=name, index=len(self.reactors), make=make, plan=self))
         return self.reactors[-1]
 
-    def startup(self, value: Any = True) -> Channel:
+    def startup(self, value: Any = True) -> PlanChannel:
         """Return a channel that has a value once, at the first tag."""
         return self._channel("startup", period=0, value=value)
 
-    def timer(self, period: int, value: Any = True) -> Channel:
+    def timer(self, period: int, value: Any = True) -> PlanChannel:
         """Return a channel that has a value at time 0 and then every ``period``."""
         if period < 1:
             raise GraphError(f"a timer of {self.name} has period {period}", why="time must advance")
         return self._channel(f"timer {period}", period=period, value=value)
 
-    def forward(self, name: str, *, after: int | None = None) -> Channel:
+    def forward(self, name: str, *, after: int | None = None) -> PlanChannel:
         """Return a channel to be connected later.
 
         Args:
@@ -190,7 +190,7 @@ class StaticPlan:
 
     def add_reaction(
         self, reactor: Reactor, method: str, inputs: tuple[Input, ...], outputs: int
-    ) -> tuple[Channel, ...]:
+    ) -> tuple[PlanChannel, ...]:
         """Declare a reaction; see ``Reactor.react``."""
         if outputs < 1:
             raise GraphError(
@@ -247,8 +247,8 @@ class StaticPlan:
         ]
         return Graph(name=self.name, stages=stages, edges=tuple(drawn), given=("start",))
 
-    def _channel(self, name: str, **more: Any) -> Channel:
-        self.channels.append(Channel(name=name, slot=len(self.channels), **more))
+    def _channel(self, name: str, **more: Any) -> PlanChannel:
+        self.channels.append(PlanChannel(name=name, slot=len(self.channels), **more))
         return self.channels[-1]
 
     def _before(self, reaction: Reaction) -> list[Reaction]:
@@ -276,7 +276,7 @@ class StaticPlan:
                     fix="connect it to a channel that has values, or remove it",
                 )
 
-    def _check_own(self, channel: Channel, reader: str) -> None:
+    def _check_own(self, channel: PlanChannel, reader: str) -> None:
         if channel.slot >= len(self.channels) or self.channels[channel.slot] is not channel:
             raise GraphError(f"{reader} reads {channel.name!r} of another plan", why="plans share no channel")
 
@@ -294,7 +294,7 @@ class StaticPlan:
         )
 
 
-def _origin(channel: Channel) -> Channel:
+def _origin(channel: PlanChannel) -> PlanChannel:
     """Return the channel whose values a forward channel has, delayed or not."""
     seen = {channel}
     while channel.source is not None and channel.source not in seen:
@@ -303,7 +303,7 @@ def _origin(channel: Channel) -> Channel:
     return channel
 
 
-def _delays(channel: Channel) -> Iterator[int]:
+def _delays(channel: PlanChannel) -> Iterator[int]:
     """Yield the delays between a channel and its origin."""
     origin = _origin(channel)
     while channel is not origin and channel.source is not None:
@@ -312,7 +312,7 @@ def _delays(channel: Channel) -> Iterator[int]:
         channel = channel.source
 
 
-def _instant(channel: Channel) -> Reaction | None:
+def _instant(channel: PlanChannel) -> Reaction | None:
     """Return the reaction that writes a channel at the same tag; None if a delay is between."""
     while channel.source is not None and channel.after is None:
         channel = channel.source

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 
 from rillflow.errors import ClusterError, GraphError
-from rillflow_classic.executor.plan import Channel, Reaction, StaticPlan, Tag
+from rillflow_classic.executor.plan import PlanChannel, Reaction, StaticPlan, Tag
 
 Traced = Callable[[Tag, str, Any], None]
 """Receives the tag, the reaction's name and its result, in an order that no number of workers changes."""
@@ -46,7 +46,7 @@ class PlacedReaction:
         self.name, self.method, self.index = reaction.name, reaction.method, reaction.index
         self.reactor = reaction.reactor
         self.inputs = tuple(
-            _slot_of(each) if isinstance(each, Channel) else [_slot_of(one) for one in each]
+            _slot_of(each) if isinstance(each, PlanChannel) else [_slot_of(one) for one in each]
             for each in reaction.inputs
         )
         self.watched = tuple(dict.fromkeys(_slot_of(each) for each in reaction.reads))
@@ -135,7 +135,7 @@ class PlanRun(ExitStack, ABC):
             self.step()
         return self.counts
 
-    def value(self, channel: Channel) -> Any:
+    def value(self, channel: PlanChannel) -> Any:
         """Return a channel's value at the last tag; None without one."""
         return self._at(_slot_of(channel))
 
@@ -192,7 +192,7 @@ class PlanRun(ExitStack, ABC):
                     self._values[slot], self._stamps[slot] = value, self._number
 
 
-def _slot_of(channel: Channel) -> int:
+def _slot_of(channel: PlanChannel) -> int:
     """Return the slot that holds a channel's value: that of its source, if no delay is between."""
     while channel.source is not None and channel.after is None:
         channel = channel.source

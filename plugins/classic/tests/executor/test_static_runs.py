@@ -18,7 +18,7 @@ from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.inline import InlineBackend
 from rillflow.workers.processes import ProcessBackend
 from rillflow_classic.executor.on_backend import BackendRun
-from rillflow_classic.executor.plan import Channel, StaticPlan, Tag
+from rillflow_classic.executor.plan import PlanChannel, StaticPlan, Tag
 from rillflow_classic.executor.threads import StaticRun
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -95,7 +95,7 @@ class Counter:
         return (given, None) if given < 3 else given
 
 
-def broadcast(size: int = 4, rounds: int | None = None) -> tuple[StaticPlan, Channel]:
+def broadcast(size: int = 4, rounds: int | None = None) -> tuple[StaticPlan, PlanChannel]:
     """Return a plan that sends a number to several reactors and gathers their answers."""
     plan = StaticPlan("broadcast")
     back = plan.forward("back", after=0)
