@@ -14,7 +14,7 @@ Source: Kwok et al., "Efficient parallel reinforcement learning framework using 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,6 +49,14 @@ class PlanChannel:
     """Period of a timer; 0: once, at the start."""
     value: Any = True
     """Value of a startup or a timer."""
+
+    @property
+    def instant(self) -> PlanChannel:
+        """The channel that has its values at the same tag: itself, or the source without a delay between."""
+        channel = self
+        while channel.source is not None and channel.after is None:
+            channel = channel.source
+        return channel
 
     def connect(self, source: PlanChannel) -> None:
         """Feed this forward channel from another channel.
@@ -129,7 +137,14 @@ class Reactor:
 
     def react_many(self, method: str, *inputs: Input, outputs: int) -> tuple[PlanChannel, ...]:
         """Declare a reaction with several outputs; the method returns a tuple with a value for each."""
-        return self.plan.add_reaction(self, method, inputs, outputs)
+        if outputs < 1:
+            raise GraphError(
+                f"{self.name}.{method} has {outputs} outputs", why="None is no value, so 1 will do"
+            )
+        reaction = Reaction(index=len(self.plan.reactions), reactor=self, method=method, inputs=inputs)
+        self.plan.reactions.append(reaction)
+        reaction.outputs = tuple(self.plan.channel(reaction.name, writer=reaction) for _ in range(outputs))
+        return reaction.outputs
 
 
 @dataclass
@@ -169,13 +184,13 @@ class StaticPlan:
 
     def startup(self, value: Any = True) -> PlanChannel:
         """Return a channel that has a value once, at the first tag."""
-        return self._channel("startup", period=0, value=value)
+        return self.channel("startup", period=0, value=value)
 
     def timer(self, period: int, value: Any = True) -> PlanChannel:
         """Return a channel that has a value at time 0 and then every ``period``."""
         if period < 1:
             raise GraphError(f"a timer of {self.name} has period {period}", why="time must advance")
-        return self._channel(f"timer {period}", period=period, value=value)
+        return self.channel(f"timer {period}", period=period, value=value)
 
     def forward(self, name: str, *, after: int | None = None) -> PlanChannel:
         """Return a channel to be connected later.
@@ -186,24 +201,12 @@ class StaticPlan:
         """
         if after is not None and after < 0:
             raise GraphError(f"channel {name!r} has a delay of {after}", why="time never goes back")
-        return self._channel(name, after=after)
+        return self.channel(name, after=after)
 
-    def add_reaction(
-        self, reactor: Reactor, method: str, inputs: tuple[Input, ...], outputs: int
-    ) -> tuple[PlanChannel, ...]:
-        """Declare a reaction; see ``Reactor.react``."""
-        if outputs < 1:
-            raise GraphError(
-                f"{reactor.name}.{method} has {outputs} outputs",
-                why="every reaction has one; None is no value",
-            )
-        reaction = Reaction(index=len(self.reactions), reactor=reactor, method=method, inputs=inputs)
-        named = [
-            f"{reaction.name}" if outputs == 1 else f"{reaction.name} {place}" for place in range(outputs)
-        ]
-        reaction.outputs = tuple(self._channel(name, writer=reaction) for name in named)
-        self.reactions.append(reaction)
-        return reaction.outputs
+    def channel(self, name: str, **more: Any) -> PlanChannel:
+        """Add a channel."""
+        self.channels.append(PlanChannel(name=name, slot=len(self.channels), **more))
+        return self.channels[-1]
 
     def levels(self) -> list[list[Reaction]]:
         """Return the reactions by level, each level in the order of declaration.
@@ -229,31 +232,27 @@ class StaticPlan:
         return found
 
     def graph(self) -> Graph:
-        """Return the plan as a graph that can be drawn; an edge through a delayed channel names the delay."""
+        """Return the plan as a graph that can be drawn; an edge says if it is delayed."""
         self.levels()
         stages = tuple(
             Stage(index=each.index, role=each.reactor.name, endpoint=each.method, reads=(), writes=())
             for each in self.reactions
         )
-        edges: dict[tuple[int, int], dict[str, None]] = {}
+        edges: dict[tuple[int, int], set[str]] = {}
         for each in self.reactions:
             for channel in each.reads:
                 writer = _origin(channel).writer
-                found = edges.setdefault((each.index, -1 if writer is None else writer.index), {})
-                found.update(dict.fromkeys(f"after {delay}" for delay in _delays(channel)))
+                names = edges.setdefault((each.index, -1 if writer is None else writer.index), set())
+                names |= {"delayed"} if channel.instant.after is not None else set()
         drawn = [
-            Edge(source=source, destination=destination, fields=tuple(delays))
-            for (destination, source), delays in sorted(edges.items())
+            Edge(source=source, destination=destination, fields=tuple(names))
+            for (destination, source), names in sorted(edges.items())
         ]
         return Graph(name=self.name, stages=stages, edges=tuple(drawn), given=("start",))
 
-    def _channel(self, name: str, **more: Any) -> PlanChannel:
-        self.channels.append(PlanChannel(name=name, slot=len(self.channels), **more))
-        return self.channels[-1]
-
     def _before(self, reaction: Reaction) -> list[Reaction]:
         """Return the reactions that precede one at every tag."""
-        found = [writer for channel in reaction.reads if (writer := _instant(channel)) is not None]
+        found = [writer for channel in reaction.reads if (writer := channel.instant.writer) is not None]
         same = [one for one in self.reactions[: reaction.index] if one.reactor is reaction.reactor]
         return found + same[-1:]
 
@@ -301,19 +300,3 @@ def _origin(channel: PlanChannel) -> PlanChannel:
         channel = channel.source
         seen.add(channel)
     return channel
-
-
-def _delays(channel: PlanChannel) -> Iterator[int]:
-    """Yield the delays between a channel and its origin."""
-    origin = _origin(channel)
-    while channel is not origin and channel.source is not None:
-        if channel.after is not None:
-            yield channel.after
-        channel = channel.source
-
-
-def _instant(channel: PlanChannel) -> Reaction | None:
-    """Return the reaction that writes a channel at the same tag; None if a delay is between."""
-    while channel.source is not None and channel.after is None:
-        channel = channel.source
-    return channel.writer if channel.after is None else None

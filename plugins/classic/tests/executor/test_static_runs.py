@@ -301,7 +301,7 @@ def test_a_reaction_without_an_input_is_refused() -> None:
         plan.levels()
 
 
-def test_the_graph_names_delays() -> None:
+def test_the_graph_shows_delays() -> None:
     plan, _ = broadcast(size=2)
     graph = plan.graph()
     assert [each.name for each in graph.stages] == [
@@ -311,5 +311,5 @@ def test_the_graph_names_delays() -> None:
         "sink.gather",
     ]
     edges = {(each.source, each.destination): each.fields for each in graph.edges}
-    assert edges[3, 0] == ("after 0",)
+    assert edges[3, 0] == ("delayed",)
     assert edges[-1, 0] == () and edges[0, 1] == () and edges[1, 3] == ()
