@@ -52,7 +52,7 @@ class PlacedReaction:
         self.watched = tuple(dict.fromkeys(each.instant.slot for each in reaction.reads))
         self.outputs = tuple(each.slot for each in reaction.outputs)
         self.result: Any = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
 
 class PlanRun(ExitStack, ABC):
@@ -151,6 +151,8 @@ class PlanRun(ExitStack, ABC):
         self.counts.handovers += self._execute(due)
         for each in due:
             if each.error is not None:
+                if not isinstance(each.error, Exception):
+                    raise each.error  # such as Ctrl-C
                 raise ClusterError(
                     f"reaction {each.name} failed at time {tag.time}, microstep {tag.microstep}",
                     why=f"{type(each.error).__name__}: {each.error}",

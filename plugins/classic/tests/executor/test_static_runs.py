@@ -91,6 +91,9 @@ class Counter:
     def fails(self, *given: Any) -> int:
         raise ValueError(f"no use for {given}")
 
+    def stops(self, *given: Any) -> int:
+        raise KeyboardInterrupt
+
     def pair(self, given: int) -> Any:
         return (given, None) if given < 3 else given
 
@@ -201,6 +204,17 @@ def test_a_reaction_that_raises_ends_the_run_and_not_the_threads_of_others(worke
         assert isinstance(caught.value.__cause__, ValueError)
         with pytest.raises(ClusterError, match="after one that did not end"):
             run.step()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_an_interrupt_in_any_thread_ends_the_run(workers: int) -> None:
+    plan = StaticPlan("stopped")
+    timer, before = plan.timer(1), threading.active_count()
+    for index in range(4):
+        plan.reactor(f"counter {index}", Counter).react("stops" if index == 2 else "tick", timer)
+    with StaticRun(plan, workers=workers) as run, pytest.raises(KeyboardInterrupt):
+        run.step()
     assert threading.active_count() == before
 
 
