@@ -13,8 +13,8 @@ this process or at a worker; for a hand-written form, the actor class that they 
 
 *overhead*: both forms have the same actors on one Ray cluster. They take turns, and the form that begins
 changes with every round. *call*: an environment and a policy that do nothing, fragments of one step.
-*CartPole*: fragments of 16 x 128 steps, a policy that does nothing. *learning*: whole algorithms. ``--cases apex``
-runs Ape-X; its two forms take different numbers of fragments for an update, so their rates do not compare.
+*CartPole*: fragments of 16 x 128 steps, a policy that does nothing. *learning*: whole algorithms. ``--cases
+apex`` runs Ape-X; its forms take different numbers of fragments for an update, so their rates do not compare.
 
 *depth*: items per second and lag of ``gather_async(num_async)`` if the controller does nothing with an item,
 and if it is as busy as the actors.

@@ -5,7 +5,7 @@
 
 Every system plays the same environments (8 of them, 128 steps for a fragment, or 64 and 16) with the same
 network, frames, epochs (4) and minibatches (4), on the CPU. A round runs every system once, one after the
-other, each in a process of its own; the first fragments are not counted. Peers have environments of their own:
+other, each in a process of its own, without its first fragments. Peers have environments of their own:
 
     python -m venv .sb3 && .sb3/bin/pip install stable-baselines3==2.9.2 'gymnasium[mujoco]' ale-py envpool
     python -m venv .rllib && .rllib/bin/pip install 'ray[rllib]==2.60.0' torch 'gymnasium[mujoco]' ale-py
@@ -147,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of the systems to run")
     parser.add_argument("--updates", type=int, help="measured fragments, instead of the task's own number")
     parser.add_argument("--sb3", help="interpreter with Stable-Baselines3")
     parser.add_argument("--rllib", help="interpreter with RLlib")
@@ -165,7 +166,7 @@ def main() -> None:
         results: dict[str, list[dict[str, float]]] = defaultdict(list)
         for seed in range(options.rounds):
             for system in systems(options):
-                if name in system.tasks:
+                if name in system.tasks and any(part in system.name for part in options.only):
                     found = measure(system, task, seed)
                     results[system.name].append(found)
                     said = ", ".join(f"{kind} {value:,.0f}/s" for kind, value in found.items())

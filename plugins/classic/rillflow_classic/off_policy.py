@@ -251,7 +251,7 @@ def flattened(network: nn.Module) -> nn.Parameter:
 def views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return a flat tensor's parts in the shapes of parameters."""
     shapes = [each.shape for each in parameters]
-    parts = flat.split([shape.numel() for shape in shapes])
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 

@@ -288,7 +288,7 @@ class ReplayBuffer:
     def _weights(self, places: Serials) -> Array:
         if self._tree is None:
             return np.ones(len(places), np.float32)
-        weights: A = self._tree.leaves[places] ** -self._config.weight_exponent
+        weights: Array = self._tree.leaves[places] ** -self._config.weight_exponent
         weights /= weights.max()
         return weights.astype(np.float32)
 

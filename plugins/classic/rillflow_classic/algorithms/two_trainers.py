@@ -3,8 +3,8 @@
     fragments of both policies ─ duplicate(2) ─┬─ select ppo ─ train ─────────────────┐
                                                └─ select dqn ─ store, replay, train ──┴─ concurrently
 
-The recipe's ``[policies]`` match agents to the policies ``ppo`` and ``dqn``, such as even agents to PPO and odd
-ones to DQN. The losses are those of PPO and DQN. A step of the run is one fragment for each of the two.
+The recipe's ``[policies]`` match agents to the policies ``ppo`` and ``dqn``, such as even agents to PPO and
+odd ones to DQN. The losses are those of PPO and DQN. A step of the run is one fragment for each of the two.
 """
 
 from __future__ import annotations

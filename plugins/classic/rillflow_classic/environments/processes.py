@@ -119,7 +119,7 @@ class _Child:
         """Send the next command; a dead child is noticed when its answer is read."""
         try:
             self.link.send((buffer, self.seed))
-        except BrokenPipeError:
+        except ConnectionError:
             return
         finally:
             self.seed = None

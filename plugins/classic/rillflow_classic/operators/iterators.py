@@ -32,7 +32,7 @@ from rillflow.graph.graph import Graph
 from rillflow_classic.operators import nodes
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext, label_of
 from rillflow_classic.operators.nodes import PlanNode
-from rillflow_classic.operators.shards import Function, Method, Shards, Transform, transformed
+from rillflow_classic.operators.shards import Function, Method, Transform, WorkerShards, transformed
 from rillflow_classic.worker_set import DEADLINE_S, WorkerSet, wait_any
 
 POLL_S = 0.001
@@ -152,7 +152,7 @@ class LocalIterator(_Transforms):
 class ParallelIterator(_Transforms):
     """Items on every worker of a set; see ``from_workers``. It is read by a gather, and by only one."""
 
-    def __init__(self, node: PlanNode, shards: Shards) -> None:
+    def __init__(self, node: PlanNode, shards: WorkerShards) -> None:
         self.node, self._shards = node, shards
 
     def __iter__(self) -> Iterator[Any]:
@@ -209,7 +209,7 @@ def from_workers(workers: WorkerSet[Any], method: Method, *arguments: Any) -> Pa
     """
     label = method if isinstance(method, str) else label_of(method).strip("_")
     node = PlanNode(label=label, kind=nodes.SOURCE, role=workers.pool, is_parallel=True)
-    return ParallelIterator(node, Shards(workers=workers, method=method, arguments=arguments))
+    return ParallelIterator(node, WorkerShards(workers=workers, method=method, arguments=arguments))
 
 
 def from_items(items: Iterable[Any], label: str = "items") -> LocalIterator:

@@ -28,7 +28,7 @@ Method = str | Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shards:
+class WorkerShards:
     """A sequence of items on every worker of a set."""
 
     workers: WorkerSet[Any]
@@ -82,7 +82,7 @@ class Shards:
 class _Opened:
     """Open iterators on the workers of a set."""
 
-    def __init__(self, shards: Shards, context: PlanContext) -> None:
+    def __init__(self, shards: WorkerShards, context: PlanContext) -> None:
         self._workers, self._context, self._key = shards.workers, context, uuid4().hex
         self.live = [SourceWorker(shards.workers, index) for index in range(shards.workers.size)]
         """Workers that are not lost."""
