@@ -10,45 +10,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rillflow.errors import GraphError
 from rillflow.workers.backend import Backend
 from rillflow_classic.executor.plan import StaticPlan
 from rillflow_classic.executor.run import PlacedReaction, PlanRun, Traced, method_of
 from rillflow_classic.worker_set import WorkerSet
 
-
-@dataclass(frozen=True, kw_only=True)
-class HostedReactor:
-    """A reactor as its host makes it."""
-
-    make: Callable[[], Any]
-    """Constructs its object."""
-    methods: tuple[str, ...]
-    """Methods that reactions call."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostedResult:
-    """What a reaction returned, or the error that it raised."""
-
-    result: Any = None
-    """Its result."""
-    error: Exception | None = None
-    """Its error."""
+HostedReactor = tuple[Callable[[], Any], tuple[str, ...]]
+"""Constructs a reactor's object; the methods that its reactions call."""
+HostedResult = tuple[Any, Exception | None]
+"""What a reaction returned, or the error that it raised."""
 
 
 class ReactorHost:
     """The reactors of one rank."""
 
     def __init__(self, reactors: Sequence[Mapping[str, HostedReactor]], rank: int) -> None:
-        self._calls = {}
-        for name, each in reactors[rank].items():
-            state = each.make()
-            self._calls.update({(name, method): method_of(name, state, method) for method in each.methods})
+        states = {name: make() for name, (make, _) in reactors[rank].items()}
+        self._calls = {
+            (name, method): method_of(name, states[name], method)
+            for name, (_, methods) in reactors[rank].items()
+            for method in methods
+        }
 
     def react(self, *reactions: tuple[str, str, list[Any]]) -> list[HostedResult]:
         """Run reactions, each given as reactor, method and inputs, in their order."""
@@ -56,9 +41,9 @@ class ReactorHost:
 
     def _react(self, reactor: str, method: str, given: list[Any]) -> HostedResult:
         try:
-            return HostedResult(result=self._calls[reactor, method](*given))
+            return self._calls[reactor, method](*given), None
         except Exception as error:  # noqa: BLE001  the run raises it
-            return HostedResult(error=error)
+            return None, error
 
 
 class BackendRun(PlanRun):
@@ -82,7 +67,7 @@ class BackendRun(PlanRun):
         reactors: list[dict[str, HostedReactor]] = [{} for _ in range(ranks)]
         for each in plan.reactors:
             methods = tuple(one.method for one in plan.reactions if one.reactor is each)
-            reactors[each.index % ranks][each.name] = HostedReactor(make=each.make, methods=methods)
+            reactors[each.index % ranks][each.name] = each.make, methods
         self._hosts = WorkerSet(backend, pool, partial(ReactorHost, reactors))
 
     def _execute(self, due: Sequence[PlacedReaction]) -> int:
@@ -96,11 +81,7 @@ class BackendRun(PlanRun):
             for rank, placed in by_rank.items()
         ]
         for call, placed in zip(calls, by_rank.values(), strict=True):
-            for each, found in zip(placed, call.read(), strict=True):
-                each.error = found.error
-                try:
-                    if found.error is None:
-                        self._write(each, found.result)
-                except GraphError as error:
-                    each.error = error
+            for each, (result, each.error) in zip(placed, call.read(), strict=True):
+                if each.error is None:
+                    self._write(each, result)
         return len(calls)

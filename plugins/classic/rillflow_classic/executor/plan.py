@@ -14,7 +14,7 @@ Source: Kwok et al., "Efficient parallel reinforcement learning framework using 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Tag(NamedTuple):
 
 
 @dataclass(eq=False)
-class Channel:
+class PlanChannel:
     """A place for one value at each tag. Reactions read it at the tag of the value."""
 
     name: str
@@ -43,14 +43,22 @@ class Channel:
     """Delay of a forward channel; 0: the next microstep; None: no delay."""
     writer: Reaction | None = None
     """Reaction that writes it; None for a forward channel, a startup or a timer."""
-    source: Channel | None = None
+    source: PlanChannel | None = None
     """Channel that feeds a forward channel."""
     period: int | None = None
     """Period of a timer; 0: once, at the start."""
     value: Any = True
     """Value of a startup or a timer."""
 
-    def connect(self, source: Channel) -> None:
+    @property
+    def instant(self) -> PlanChannel:
+        """The channel that has its values at the same tag: itself, or the source without a delay between."""
+        channel = self
+        while channel.source is not None and channel.after is None:
+            channel = channel.source
+        return channel
+
+    def connect(self, source: PlanChannel) -> None:
         """Feed this forward channel from another channel.
 
         Raises:
@@ -71,7 +79,7 @@ class Channel:
         self.source = source
 
 
-Input = Channel | Sequence[Channel]
+Input = PlanChannel | Sequence[PlanChannel]
 """One channel, or several that a reaction receives as a list: a gather."""
 
 
@@ -87,7 +95,7 @@ class Reaction:
     """Name of the method."""
     inputs: tuple[Input, ...]
     """What the method is called with, in order."""
-    outputs: tuple[Channel, ...] = ()
+    outputs: tuple[PlanChannel, ...] = ()
     """Channels that its result is written to."""
 
     @property
@@ -96,12 +104,12 @@ class Reaction:
         return f"{self.reactor.name}.{self.method}"
 
     @property
-    def reads(self) -> list[Channel]:
+    def reads(self) -> list[PlanChannel]:
         """Every channel that it reads."""
         return [
             channel
             for each in self.inputs
-            for channel in ((each,) if isinstance(each, Channel) else tuple(each))
+            for channel in ((each,) if isinstance(each, PlanChannel) else tuple(each))
         ]
 
 
@@ -118,7 +126,7 @@ class Reactor:
     plan: StaticPlan
     """Its plan."""
 
-    def react(self, method: str, *inputs: Input) -> Channel:
+    def react(self, method: str, *inputs: Input) -> PlanChannel:
         """Declare a reaction with one output.
 
         At a tag with a value in an input, ``method(*values)`` runs; an input without a value there is None.
@@ -127,9 +135,16 @@ class Reactor:
         """
         return self.react_many(method, *inputs, outputs=1)[0]
 
-    def react_many(self, method: str, *inputs: Input, outputs: int) -> tuple[Channel, ...]:
+    def react_many(self, method: str, *inputs: Input, outputs: int) -> tuple[PlanChannel, ...]:
         """Declare a reaction with several outputs; the method returns a tuple with a value for each."""
-        return self.plan.add_reaction(self, method, inputs, outputs)
+        if outputs < 1:
+            raise GraphError(
+                f"{self.name}.{method} has {outputs} outputs", why="None is no value, so 1 will do"
+            )
+        reaction = Reaction(index=len(self.plan.reactions), reactor=self, method=method, inputs=inputs)
+        self.plan.reactions.append(reaction)
+        reaction.outputs = tuple(self.plan.channel(reaction.name, writer=reaction) for _ in range(outputs))
+        return reaction.outputs
 
 
 @dataclass
@@ -151,7 +166,7 @@ class StaticPlan:
     """Its reactors."""
     reactions: list[Reaction] = field(default_factory=list)
     """Their reactions, in the order of declaration."""
-    channels: list[Channel] = field(default_factory=list)
+    channels: list[PlanChannel] = field(default_factory=list)
     """All channels, by slot."""
 
     def reactor(self, name: str, make: Callable[[], Any]) -> Reactor:
@@ -167,17 +182,17 @@ class StaticPlan:
         self.reactors.append(Reactor(name=name, index=len(self.reactors), make=make, plan=self))
         return self.reactors[-1]
 
-    def startup(self, value: Any = True) -> Channel:
+    def startup(self, value: Any = True) -> PlanChannel:
         """Return a channel that has a value once, at the first tag."""
-        return self._channel("startup", period=0, value=value)
+        return self.channel("startup", period=0, value=value)
 
-    def timer(self, period: int, value: Any = True) -> Channel:
+    def timer(self, period: int, value: Any = True) -> PlanChannel:
         """Return a channel that has a value at time 0 and then every ``period``."""
         if period < 1:
             raise GraphError(f"a timer of {self.name} has period {period}", why="time must advance")
-        return self._channel(f"timer {period}", period=period, value=value)
+        return self.channel(f"timer {period}", period=period, value=value)
 
-    def forward(self, name: str, *, after: int | None = None) -> Channel:
+    def forward(self, name: str, *, after: int | None = None) -> PlanChannel:
         """Return a channel to be connected later.
 
         Args:
@@ -186,24 +201,12 @@ class StaticPlan:
         """
         if after is not None and after < 0:
             raise GraphError(f"channel {name!r} has a delay of {after}", why="time never goes back")
-        return self._channel(name, after=after)
+        return self.channel(name, after=after)
 
-    def add_reaction(
-        self, reactor: Reactor, method: str, inputs: tuple[Input, ...], outputs: int
-    ) -> tuple[Channel, ...]:
-        """Declare a reaction; see ``Reactor.react``."""
-        if outputs < 1:
-            raise GraphError(
-                f"{reactor.name}.{method} has {outputs} outputs",
-                why="every reaction has one; None is no value",
-            )
-        reaction = Reaction(index=len(self.reactions), reactor=reactor, method=method, inputs=inputs)
-        named = [
-            f"{reaction.name}" if outputs == 1 else f"{reaction.name} {place}" for place in range(outputs)
-        ]
-        reaction.outputs = tuple(self._channel(name, writer=reaction) for name in named)
-        self.reactions.append(reaction)
-        return reaction.outputs
+    def channel(self, name: str, **more: Any) -> PlanChannel:
+        """Add a channel."""
+        self.channels.append(PlanChannel(name=name, slot=len(self.channels), **more))
+        return self.channels[-1]
 
     def levels(self) -> list[list[Reaction]]:
         """Return the reactions by level, each level in the order of declaration.
@@ -229,31 +232,27 @@ class StaticPlan:
         return found
 
     def graph(self) -> Graph:
-        """Return the plan as a graph that can be drawn; an edge through a delayed channel names the delay."""
+        """Return the plan as a graph that can be drawn; an edge says if it is delayed."""
         self.levels()
         stages = tuple(
             Stage(index=each.index, role=each.reactor.name, endpoint=each.method, reads=(), writes=())
             for each in self.reactions
         )
-        edges: dict[tuple[int, int], dict[str, None]] = {}
+        edges: dict[tuple[int, int], set[str]] = {}
         for each in self.reactions:
             for channel in each.reads:
                 writer = _origin(channel).writer
-                found = edges.setdefault((each.index, -1 if writer is None else writer.index), {})
-                found.update(dict.fromkeys(f"after {delay}" for delay in _delays(channel)))
+                names = edges.setdefault((each.index, -1 if writer is None else writer.index), set())
+                names |= {"delayed"} if channel.instant.after is not None else set()
         drawn = [
-            Edge(source=source, destination=destination, fields=tuple(delays))
-            for (destination, source), delays in sorted(edges.items())
+            Edge(source=source, destination=destination, fields=tuple(names))
+            for (destination, source), names in sorted(edges.items())
         ]
         return Graph(name=self.name, stages=stages, edges=tuple(drawn), given=("start",))
 
-    def _channel(self, name: str, **more: Any) -> Channel:
-        self.channels.append(Channel(name=name, slot=len(self.channels), **more))
-        return self.channels[-1]
-
     def _before(self, reaction: Reaction) -> list[Reaction]:
         """Return the reactions that precede one at every tag."""
-        found = [writer for channel in reaction.reads if (writer := _instant(channel)) is not None]
+        found = [writer for channel in reaction.reads if (writer := channel.instant.writer) is not None]
         same = [one for one in self.reactions[: reaction.index] if one.reactor is reaction.reactor]
         return found + same[-1:]
 
@@ -276,7 +275,7 @@ class StaticPlan:
                     fix="connect it to a channel that has values, or remove it",
                 )
 
-    def _check_own(self, channel: Channel, reader: str) -> None:
+    def _check_own(self, channel: PlanChannel, reader: str) -> None:
         if channel.slot >= len(self.channels) or self.channels[channel.slot] is not channel:
             raise GraphError(f"{reader} reads {channel.name!r} of another plan", why="plans share no channel")
 
@@ -294,26 +293,10 @@ class StaticPlan:
         )
 
 
-def _origin(channel: Channel) -> Channel:
+def _origin(channel: PlanChannel) -> PlanChannel:
     """Return the channel whose values a forward channel has, delayed or not."""
     seen = {channel}
     while channel.source is not None and channel.source not in seen:
         channel = channel.source
         seen.add(channel)
     return channel
-
-
-def _delays(channel: Channel) -> Iterator[int]:
-    """Yield the delays between a channel and its origin."""
-    origin = _origin(channel)
-    while channel is not origin and channel.source is not None:
-        if channel.after is not None:
-            yield channel.after
-        channel = channel.source
-
-
-def _instant(channel: Channel) -> Reaction | None:
-    """Return the reaction that writes a channel at the same tag; None if a delay is between."""
-    while channel.source is not None and channel.after is None:
-        channel = channel.source
-    return channel.writer if channel.after is None else None

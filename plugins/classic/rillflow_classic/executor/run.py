@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 
 from rillflow.errors import ClusterError, GraphError
-from rillflow_classic.executor.plan import Channel, Reaction, StaticPlan, Tag
+from rillflow_classic.executor.plan import PlanChannel, Reaction, StaticPlan, Tag
 
 Traced = Callable[[Tag, str, Any], None]
 """Receives the tag, the reaction's name and its result, in an order that no number of workers changes."""
@@ -46,13 +46,13 @@ class PlacedReaction:
         self.name, self.method, self.index = reaction.name, reaction.method, reaction.index
         self.reactor = reaction.reactor
         self.inputs = tuple(
-            _slot_of(each) if isinstance(each, Channel) else [_slot_of(one) for one in each]
+            each.instant.slot if isinstance(each, PlanChannel) else [one.instant.slot for one in each]
             for each in reaction.inputs
         )
-        self.watched = tuple(dict.fromkeys(_slot_of(each) for each in reaction.reads))
+        self.watched = tuple(dict.fromkeys(each.instant.slot for each in reaction.reads))
         self.outputs = tuple(each.slot for each in reaction.outputs)
         self.result: Any = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
 
 class PlanRun(ExitStack, ABC):
@@ -75,7 +75,7 @@ class PlanRun(ExitStack, ABC):
         self._values: list[Any] = [None] * len(plan.channels)
         self._stamps = [-1] * len(plan.channels)  # the number of the tag at which the slot has its value
         self._delays = [
-            (_slot_of(each.source), each.slot, each.after)
+            (each.source.instant.slot, each.slot, each.after)
             for each in plan.channels
             if each.source is not None and each.after is not None
         ]
@@ -135,9 +135,9 @@ class PlanRun(ExitStack, ABC):
             self.step()
         return self.counts
 
-    def value(self, channel: Channel) -> Any:
+    def value(self, channel: PlanChannel) -> Any:
         """Return a channel's value at the last tag; None without one."""
-        return self._at(_slot_of(channel))
+        return self._at(channel.instant.slot)
 
     def _push(self, tag: Tag, slot: int, value: Any) -> None:
         """Give a slot a value at a later tag; of two values for one tag, the later pushed counts."""
@@ -151,6 +151,8 @@ class PlanRun(ExitStack, ABC):
         self.counts.handovers += self._execute(due)
         for each in due:
             if each.error is not None:
+                if not isinstance(each.error, Exception):
+                    raise each.error  # such as Ctrl-C
                 raise ClusterError(
                     f"reaction {each.name} failed at time {tag.time}, microstep {tag.microstep}",
                     why=f"{type(each.error).__name__}: {each.error}",
@@ -171,32 +173,19 @@ class PlanRun(ExitStack, ABC):
         ]
 
     def _write(self, due: PlacedReaction, result: Any) -> None:
-        """Write the result of a reaction into its slots, which no other one writes.
-
-        Raises:
-            GraphError: the result is no tuple with a value for each of several outputs.
-        """
+        """Write the result of a reaction into its slots, which no other one writes."""
         due.result = result
-        if len(due.outputs) == 1:
-            if result is not None:
-                self._values[due.outputs[0]], self._stamps[due.outputs[0]] = result, self._number
-        elif not isinstance(result, tuple) or len(result) != len(due.outputs):
-            raise GraphError(
+        results = (result,) if len(due.outputs) == 1 else result
+        if not isinstance(results, tuple) or len(results) != len(due.outputs):
+            due.error = GraphError(
                 f"{due.name} returned a {type(result).__name__}",
                 why=f"it has {len(due.outputs)} outputs",
                 fix="return a tuple with a value for each; None is no value",
             )
-        else:
-            for slot, value in zip(due.outputs, result, strict=True):
-                if value is not None:
-                    self._values[slot], self._stamps[slot] = value, self._number
-
-
-def _slot_of(channel: Channel) -> int:
-    """Return the slot that holds a channel's value: that of its source, if no delay is between."""
-    while channel.source is not None and channel.after is None:
-        channel = channel.source
-    return channel.slot
+            return
+        for slot, value in zip(due.outputs, results, strict=True):
+            if value is not None:
+                self._values[slot], self._stamps[slot] = value, self._number
 
 
 def method_of(reactor: str, state: object, method: str) -> Callable[..., Any]:

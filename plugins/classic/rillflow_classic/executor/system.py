@@ -1,10 +1,9 @@
 """Static system: the rollouts of a recipe as a static plan, with all actors in this process.
 
-    go ──┬─> actor 0.sample ─┐
-         ├─> actor 1.sample ─┼─> join ──> the algorithm's plan: update, publish
-         └─> ...            ─┘     │
-     ^                             │  after=0
-     └─────────────────────────────┘
+    startup ──┬─> actor 0.sample ─┐
+       ^      ├─> actor 1.sample ─┼─> join ──> the algorithm's plan: update, publish
+       │      └─> ...            ─┘     │
+       └─────────── after=0 ────────────┘
 
 One tag is one round of all actors. Between two tags no actor runs, and weights are loaded then. The actors
 do what they do when they are called (CallSystem), so the weights that follow are the same, bit for bit, for
@@ -43,9 +42,9 @@ class StaticSystem:
         self.kept = CheckpointedObjects()
         plan = StaticPlan("rollouts")
         again = plan.forward("again", after=0)
-        go = plan.reactor("rounds", _Rounds).react("go", plan.startup(), again)
+        start = plan.startup()
         samples = [
-            plan.reactor(f"actor {index}", partial(_Sampler, actor)).react("sample", go)
+            plan.reactor(f"actor {index}", partial(_Sampler, actor)).react("sample", start, again)
             for index, actor in enumerate(actors)
         ]
         self._joined = plan.reactor("fragments", _Joiner).react("join", samples)
@@ -107,19 +106,13 @@ class StaticSystem:
         return found
 
 
-class _Rounds:
-    def go(self, start: bool | None, again: Rollout | None) -> bool:
-        """Begin a round at the start, and after every round."""
-        return start is not None or again is not None
-
-
 class _Sampler:
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
 
-    def sample(self, go: bool) -> Any:
-        """Return the actor's next fragment."""
-        del go
+    def sample(self, start: bool | None, again: Rollout | None) -> Any:
+        """Return the actor's next fragment, at the start and after every round."""
+        del start, again
         return self._actor.sample()
 
 

@@ -6,7 +6,7 @@
 The workers share a level of which several reactions run: two lock operations for each worker and level,
 whatever the number of messages. A level with one reaction runs in the caller's thread.
 
-Loop of a worker (``_SharedLevel._loop``)
+Loop of a worker (``_Helper._loop``)
     consumes      indices of the present level, from a counter that all workers share
     waits for     the start of the next level
     unblocked by  the caller's thread
@@ -47,79 +47,59 @@ class StaticRun(PlanRun):
             method_of(each.reactor.name, self.reactors[each.reactor.name], each.method)
             for each in plan.reactions
         ]
-        self._shared = _SharedLevel(self._react, workers - 1)
-        self.callback(self._shared.close)
-
-    def _execute(self, due: Sequence[PlacedReaction]) -> int:
-        return self._shared.run(due)
-
-    def _react(self, due: PlacedReaction) -> None:
-        try:
-            self._write(due, self._calls[due.index](*self._given(due)))
-        except Exception as error:  # noqa: BLE001  the caller's thread raises it
-            due.error = error
-
-
-class _SharedLevel:
-    """Threads that share the reactions of a level with the caller's thread."""
-
-    def __init__(self, react: Callable[[PlacedReaction], None], helpers: int) -> None:
-        self._react = react
         self._due: Sequence[PlacedReaction] = ()
         self._next: Iterator[int] = count()
-        self._is_closed = False
-        self._starts = [_locked() for _ in range(helpers)]
-        self._ends = [_locked() for _ in range(helpers)]
-        self._threads = [
-            threading.Thread(target=self._loop, args=locks, name=f"worker {number}", daemon=True)
-            for number, locks in enumerate(zip(self._starts, self._ends, strict=True), 1)
-        ]
-        for each in self._threads:
-            each.start()
+        self._helpers = [_Helper(self._take) for _ in range(workers - 1)]
+        for each in self._helpers:
+            self.callback(each.close)
 
-    def run(self, due: Sequence[PlacedReaction]) -> int:
-        """Run reactions; return the number of threads that were woken."""
-        woken = min(len(due) - 1, len(self._starts))
-        if woken < 1:
-            for each in due:
-                self._react(each)
-            return 0
+    def _execute(self, due: Sequence[PlacedReaction]) -> int:
         self._due, self._next = due, count()
-        for start in self._starts[:woken]:
-            start.release()
+        woken = self._helpers[: len(due) - 1]
+        for each in woken:
+            each.begin.release()
         self._take()
-        for end in self._ends[:woken]:
-            end.acquire()
-        return woken
-
-    def close(self) -> None:
-        """End the threads."""
-        self._is_closed = True
-        for start in self._starts:
-            if start.locked():  # not if an interrupted level has just released it
-                start.release()
-        for each in self._threads:
-            each.join()
-
-    def _loop(self, start: threading.Lock, end: threading.Lock) -> None:
-        while True:
-            start.acquire()
-            if self._is_closed:
-                return
-            self._take()
-            end.release()
+        for each in woken:
+            each.end.acquire()
+        return len(woken)
 
     def _take(self) -> None:
-        """Run the next reactions until none is left; ``next`` of a counter is atomic."""
+        """Run the next reactions of the level until none is left; ``next`` of a counter is atomic."""
         due, numbers = self._due, self._next
         for index in numbers:
             if index >= len(due):
                 return
             self._react(due[index])
 
+    def _react(self, due: PlacedReaction) -> None:
+        try:
+            self._write(due, self._calls[due.index](*self._given(due)))
+        except BaseException as error:  # noqa: BLE001  the caller's thread raises it when the level has ended
+            due.error = error
 
-def _locked() -> threading.Lock:
-    """Return a lock that one thread waits for until another one releases it."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
+
+class _Helper:
+    """A thread that takes part in a level after ``begin`` is released, and then releases ``end``."""
+
+    def __init__(self, take: Callable[[], None]) -> None:
+        self.begin, self.end = threading.Lock(), threading.Lock()
+        self.begin.acquire()
+        self.end.acquire()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._loop, args=(take,), name="static plan", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, after a reaction that still runs."""
+        self._is_closed = True
+        if self.begin.locked():  # not if an interrupted level has just released it
+            self.begin.release()
+        self._thread.join()
+
+    def _loop(self, take: Callable[[], None]) -> None:
+        while True:
+            self.begin.acquire()
+            if self._is_closed:
+                return
+            take()
+            self.end.release()

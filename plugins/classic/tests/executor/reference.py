@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rillflow_classic.executor.plan import Channel, Reaction, StaticPlan, Tag
+from rillflow_classic.executor.plan import PlanChannel, Reaction, StaticPlan, Tag
 
 Line = tuple[Tag, str, Any]
 """Tag, name and result of a reaction."""
@@ -101,7 +101,7 @@ class Interpreter:
             left.remove(reaction)
             given = [
                 self._read(each, values)
-                if isinstance(each, Channel)
+                if isinstance(each, PlanChannel)
                 else [self._read(one, values) for one in each]
                 for each in reaction.inputs
             ]
@@ -121,10 +121,10 @@ class Interpreter:
                 return True
         return any(each.reactor is reaction.reactor for each in left[: left.index(reaction)])
 
-    def _read(self, channel: Channel, values: dict[int, Any]) -> Any:
+    def _read(self, channel: PlanChannel, values: dict[int, Any]) -> Any:
         while channel.source is not None and channel.after is None:
             channel = channel.source
         return values.get(channel.slot)
 
-    def _add(self, tag: Tag, channel: Channel, value: Any) -> None:
+    def _add(self, tag: Tag, channel: PlanChannel, value: Any) -> None:
         self.pending.setdefault(tag, {})[channel.slot] = value

@@ -18,7 +18,7 @@ from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.inline import InlineBackend
 from rillflow.workers.processes import ProcessBackend
 from rillflow_classic.executor.on_backend import BackendRun
-from rillflow_classic.executor.plan import Channel, StaticPlan, Tag
+from rillflow_classic.executor.plan import PlanChannel, StaticPlan, Tag
 from rillflow_classic.executor.threads import StaticRun
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -91,11 +91,14 @@ class Counter:
     def fails(self, *given: Any) -> int:
         raise ValueError(f"no use for {given}")
 
+    def stops(self, *given: Any) -> int:
+        raise KeyboardInterrupt
+
     def pair(self, given: int) -> Any:
         return (given, None) if given < 3 else given
 
 
-def broadcast(size: int = 4, rounds: int | None = None) -> tuple[StaticPlan, Channel]:
+def broadcast(size: int = 4, rounds: int | None = None) -> tuple[StaticPlan, PlanChannel]:
     """Return a plan that sends a number to several reactors and gathers their answers."""
     plan = StaticPlan("broadcast")
     back = plan.forward("back", after=0)
@@ -204,6 +207,17 @@ def test_a_reaction_that_raises_ends_the_run_and_not_the_threads_of_others(worke
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_an_interrupt_in_any_thread_ends_the_run(workers: int) -> None:
+    plan = StaticPlan("stopped")
+    timer, before = plan.timer(1), threading.active_count()
+    for index in range(4):
+        plan.reactor(f"counter {index}", Counter).react("stops" if index == 2 else "tick", timer)
+    with StaticRun(plan, workers=workers) as run, pytest.raises(KeyboardInterrupt):
+        run.step()
+    assert threading.active_count() == before
+
+
 def test_a_reaction_that_raises_on_a_backend_is_named() -> None:
     plan = StaticPlan("bad")
     plan.reactor("bad", Counter).react("fails", plan.startup())
@@ -301,7 +315,7 @@ def test_a_reaction_without_an_input_is_refused() -> None:
         plan.levels()
 
 
-def test_the_graph_names_delays() -> None:
+def test_the_graph_shows_delays() -> None:
     plan, _ = broadcast(size=2)
     graph = plan.graph()
     assert [each.name for each in graph.stages] == [
@@ -311,5 +325,5 @@ def test_the_graph_names_delays() -> None:
         "sink.gather",
     ]
     edges = {(each.source, each.destination): each.fields for each in graph.edges}
-    assert edges[3, 0] == ("after 0",)
+    assert edges[3, 0] == ("delayed",)
     assert edges[-1, 0] == () and edges[0, 1] == () and edges[1, 3] == ()

@@ -30,13 +30,13 @@ def trained(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
     changes = {key.replace("__", "."): value for key, value in settings.items()}
     rillflow.train(RECIPE, settings=changes, dir=run, quiet=True)
     step = layout.kept_steps(run / layout.CHECKPOINTS)[-1]
-    found = {}
+    found: dict[str, Any] = {}
     for file in sorted((run / layout.CHECKPOINTS / f"step-{step:06d}").glob("*.safetensors")):
         found |= {f"{file.name}:{key}": value.tolist() for key, value in load_file(file).items()}
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "a2c"])
+@pytest.mark.parametrize("algorithm", ["ppo", "a2c", "dqn"])
 def test_the_weights_are_those_of_calls_for_every_number_of_threads(tmp_path: Path, algorithm: str) -> None:
     called = trained(tmp_path, "pull", algorithm__name=algorithm)
     assert called
