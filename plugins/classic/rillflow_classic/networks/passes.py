@@ -4,7 +4,8 @@
     gradients of the weights <─ backward ─────────────────────────────────────────────┘
 
 An MLP runs in numpy, on the memory of torch's parameters and gradients. A minibatch of 256 rows and two
-trunks of 64 x 64 takes less than half of autograd's time, which is mostly overhead. Other networks run in torch.
+trunks of 64 x 64 takes less than half of autograd's time, which is mostly overhead. Other networks run in
+torch.
 
 Legend: B rows, P parameters of the distribution of actions.
 """
