@@ -40,7 +40,7 @@ SMALLEST = ["--rounds 1 --tasks cartpole --updates 2"]
 TASKS: dict[str, dict[str, Any]] = {
     "cartpole": {"environment": "CartPole-v1", "updates": 60},
     "cartpole, 64 environments": {"environment": "CartPole-v1", "slots": 64, "steps": 16, "updates": 60},
-    "pong": {"environment": "Pong", "updates": 4, "warm": 1, "threads": 2},
+    "pong": {"environment": "Pong", "updates": 4, "warm": 1},
     "halfcheetah": {"environment": "HalfCheetah-v5", "updates": 30},
 }
 OURS = "Rillflow"
