@@ -110,7 +110,7 @@ def test_an_lstm_learns_from_its_initial_state(transport: str) -> None:
 def test_impala_learns() -> None:
     """Random actions hold the pole for 22 steps."""
     with ExitStack() as stack:
-        recipe = opened(stack, updates=25, lr=3e-3, normalise_advantages=True, entropy_weight=0.0)
+        recipe = opened(stack, updates=25, lr=3e-3)
         metrics = list(recipe.steps(16))
         assert metrics[-1]["episode/return/mean"].value > 60
 
@@ -119,7 +119,7 @@ def test_impala_learns() -> None:
 def test_impala_learns_from_actors_in_processes() -> None:
     with ExitStack() as stack:
         workers = {**CONTROL, "actors": 2, "place": "process"}
-        recipe = opened(stack, workers=workers, updates=25, lr=3e-3, normalise_advantages=True)
+        recipe = opened(stack, workers=workers, updates=25, lr=3e-3)
         metrics = list(recipe.steps(24))
         assert metrics[-1]["episode/return/mean"].value > 60
         assert metrics[-1]["actor/lag/mean"].value > 0

@@ -14,6 +14,7 @@ and ``publish_every`` updates old; ``actor/lag/mean`` is its age in updates.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -32,6 +33,9 @@ from rillflow_classic.operators.steps import join, report_metrics, train_one_ste
 class ImpalaConfig(A2CConfig):
     """``[algorithm]`` of IMPALA."""
 
+    normalise_advantages: Literal[False] = Field(
+        False, description="A shift of weighted advantages would give rows of weight 0 a gradient."
+    )
     clip_rho: float = Field(1.0, gt=0, description="Largest importance weight of an error.")
     clip_c: float = Field(1.0, gt=0, description="Largest importance weight of the errors that follow.")
     num_async: int = Field(2, ge=1, description="Calls in flight at each actor.")

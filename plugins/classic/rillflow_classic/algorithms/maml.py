@@ -1,0 +1,255 @@
+"""MAML: a policy that a gradient step adapts to a new task (Finn et al., arXiv 1703.03400, algorithm 3).
+
+    theta_i = theta - a grad L_i(theta, D_i)            D_i: episodes of task i with the policy theta
+    theta <- theta - b grad sum_i L_i(theta_i, D'_i)    D'_i: episodes of task i with the policy theta_i
+    L = -E[min(rho A, clip(rho, 1 - c, 1 + c) A)],  rho = pi / mu
+
+    rollouts of every actor ─ adapt ─ rollouts of every actor ─ meta update ─> new tasks, new weights
+
+Every slot has a task of its own, which ``reset(seed)`` draws (see ``point_navigation``). With first order, the
+gradient of theta_i by theta counts as 1; with second order it is that of L_i with its ratio, which unlike that
+of A log pi keeps how theta changes the episodes of the first step (Rothfuss et al., arXiv 1810.06784). The
+advantages of every task have mean 0 and deviation 1. The control without adaptation is ``inner_lr`` = 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.func import functional_call
+
+from rillflow.errors import ConfigError
+from rillflow.records.metrics import Mean, Metrics, merge_metrics
+from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
+from rillflow_classic.formulas import normalised
+from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.networks.acting import NetworkPolicy
+from rillflow_classic.networks.distributions import Floats
+from rillflow_classic.on_policy import (
+    Estimates,
+    OnPolicyConfig,
+    OnPolicyLearner,
+    as_tensor,
+    fragment_metrics,
+)
+from rillflow_classic.operators.context import Operator, PlanContext
+from rillflow_classic.operators.iterators import from_workers
+from rillflow_classic.policy import Weights
+
+Parameters = Mapping[str, Tensor]
+
+
+class MamlConfig(OnPolicyConfig):
+    """``[algorithm]`` of MAML."""
+
+    lr: float = Field(3e-3, gt=0, description="Learning rate of Adam, in the meta update.")
+    epochs: int = Field(1, gt=0, description="Optimiser steps of each meta update.")
+    minibatches: Literal[1] = Field(1, description="A meta update takes all rows at once.")
+    entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy.")
+    normalise_advantages: Literal[False] = Field(False, description="Those of each task are, by themselves.")
+    inner_lr: float = Field(0.1, ge=0, description="Length of the step that adapts, a; 0 for none.")
+    second_order: bool = Field(False, description="Whether the meta gradient goes through that step.")
+
+
+class TaskPolicy(NetworkPolicy):
+    """Acts for several tasks, which have equal parts of the slots and may have weights of their own."""
+
+    _tasks: Sequence[NetworkPolicy] = ()
+
+    def evaluate(self, observations: Array, state: Array | None) -> tuple[Floats, Floats, Array | None]:
+        """See NetworkPolicy."""
+        if not self._tasks:
+            return super().evaluate(observations, state)
+        parts = zip(self._tasks, np.split(observations, len(self._tasks)), strict=True)
+        parameters, values, _ = zip(*(task.evaluate(part, None) for task, part in parts), strict=True)
+        return np.concatenate(parameters), np.concatenate(values), state
+
+    def load(self, version: int, weights: Weights) -> None:
+        """Load weights for all tasks."""
+        self._tasks = ()
+        super().load(version, weights)
+
+    def load_tasks(self, version: int, weights: Sequence[Weights]) -> None:
+        """Load weights for each task, in the order of the slots."""
+        self._tasks = [NetworkPolicy(copy.deepcopy(self.network)) for _ in weights]
+        for task, own in zip(self._tasks, weights, strict=True):
+            task.load(version, own)
+        self.version = version
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRows:
+    """Valid rows of one task."""
+
+    observations: Tensor
+    """[B, ...]."""
+    actions: Tensor
+    """[B] or [B, A]."""
+    columns: Tensor
+    """[B, 3] acted log probabilities, advantages, returns."""
+
+
+class MamlLearner(OnPolicyLearner):
+    """The learner of MAML: A2C's estimates, an inner step for each task, and the outer step.
+
+    Args:
+        inputs: the settings are a ``MamlConfig``.
+        slots_per_task: neighbouring slots that have the same task.
+
+    Raises:
+        ConfigError: the network has an LSTM.
+    """
+
+    _settings: MamlConfig
+
+    def __init__(self, inputs: LearnerInputs, slots_per_task: int = 1) -> None:
+        super().__init__(inputs)
+        if self.network.lstm_size:
+            raise ConfigError(
+                'network.kind is "lstm" and the algorithm adapts by gradient steps',
+                why="its inner step takes rows one by one, without a recurrent state",
+                fix='set network.kind = "mlp"',
+            )
+        self.policy: TaskPolicy = TaskPolicy(self.network, inputs.seed)
+        self.policy.version = 0
+        self._slots_per_task = slots_per_task
+
+    def estimates(self, data: Fragment, starts: Tensor) -> Estimates:
+        """Return GAE with the advantages of every task normalised."""
+        found, size = super().estimates(data, starts), self._slots_per_task
+        tasks = zip(found.advantages.split(size, 1), as_tensor(data.valid).split(size, 1), strict=True)
+        return replace(found, advantages=torch.cat([normalised(*each) for each in tasks], 1))
+
+    def adapted(self, data: Fragment) -> list[Weights]:
+        """Return the weights of every task after a step with its rows."""
+        return [
+            {name: value.detach().numpy() for name, value in self._adapt(rows).items()}
+            for rows in self._tasks(data)
+        ]
+
+    def update(self, data: Iterable[tuple[Fragment, Fragment]]) -> Metrics:
+        """Take a meta update.
+
+        Args:
+            data: fragments of the same slots before and after the step that adapts.
+
+        Raises:
+            NotFiniteError: a gradient is not finite; the weights stay.
+        """
+        pairs = list(data)
+        tasks = [
+            each for pair in pairs for each in zip(*(self._tasks(fragment) for fragment in pair), strict=True)
+        ]
+        totals, norms = torch.zeros(3), 0.0
+        for _ in range(self._settings.epochs):
+            self._gradient.zero_()
+            for before, after in tasks:
+                terms = self._terms(self._adapt(before), after) / len(tasks)
+                weights = (1.0, self._settings.value_weight, -self._settings.entropy_weight)
+                terms.dot(torch.tensor(weights)).backward()  # type: ignore[no-untyped-call]
+                totals += terms.detach()
+            norms += self._step()
+        metrics = merge_metrics(self._acted(*pair) for pair in pairs)
+        self.version += 1
+        self.policy.version = self.version
+        names, count = ("loss", "value_loss", "entropy"), self._settings.epochs
+        means = zip(names, totals.tolist(), strict=True)
+        found = {f"policy/{name}/mean": Mean(total=total, count=count) for name, total in means}
+        return {**metrics, **found, "policy/gradient_norm/mean": Mean(total=norms, count=count)}
+
+    def _acted(self, before: Fragment, after: Fragment) -> Metrics:
+        """Return what two fragments say about acting: returns after the step, and before it."""
+        first, then = (fragment_metrics(each, self.version) for each in (before, after))
+        steps = merge_metrics({"actor/steps/sum": each["actor/steps/sum"]} for each in (first, then))
+        return {**then, **steps, "episode/return_before/mean": first["episode/return/mean"]}
+
+    def _tasks(self, data: Fragment) -> list[TaskRows]:
+        found = self._experience(data)
+        return [
+            TaskRows(
+                observations=found.observations[:, part][found.valid[:, part]],
+                actions=found.actions[:, part][found.valid[:, part]],
+                columns=found.columns[:, part][found.valid[:, part]],
+            )
+            for part in torch.arange(found.valid.shape[1]).split(self._slots_per_task)
+        ]
+
+    def _adapt(self, rows: TaskRows) -> Parameters:
+        """Return the parameters after the inner step; only the policy's take it, not the value function's."""
+        settings, parameters = self._settings, dict(self.network.named_parameters())
+        gradients = torch.autograd.grad(
+            self._terms(parameters, rows)[0],
+            list(parameters.values()),
+            create_graph=settings.second_order,
+            allow_unused=True,
+        )
+        pairs = zip(parameters.items(), gradients, strict=True)
+        return {
+            name: value if by is None else value - settings.inner_lr * by for (name, value), by in pairs
+        }
+
+    def _terms(self, parameters: Parameters, rows: TaskRows) -> Tensor:
+        """Return [3]: policy loss, value loss and entropy of the rows, means."""
+        output = functional_call(self.network, dict(parameters), (rows.observations,))
+        logprobs, entropies = self.network.distribution.evaluate(output.parameters, rows.actions)
+        acted, advantages, returns = rows.columns.unbind(1)
+        ratios, clip = torch.exp(logprobs - acted), self._settings.clip
+        gains = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)
+        errors = output.values - returns
+        return torch.stack([-gains.mean(), 0.5 * (errors * errors).mean(), entropies.mean()])
+
+
+def plan(system: Any, settings: MamlConfig) -> Iterable[Metrics]:
+    """Return the dataflow: rollouts with the meta policy, adaptation, rollouts, meta update, new tasks."""
+    del settings
+    rollouts = from_workers(system.actors, "sample").batch_across_workers()
+    return rollouts.for_each(adapt(system)).batch(2).for_each(meta_update(system))
+
+
+def adapt(system: Any) -> Operator:
+    """Give each task its own weights after every second round, those of a step with its fragment."""
+
+    def begin(context: PlanContext) -> Callable[[list[Fragment]], list[Fragment]]:
+        is_adapted = True
+
+        def give(rollouts: list[Fragment]) -> list[Fragment]:
+            nonlocal is_adapted
+            is_adapted = not is_adapted
+            for each in () if is_adapted else rollouts:
+                work = partial(_load_tasks, system.learner.version, system.learner.adapted(each))
+                context.sent([system.actors.run(each.actor, work)])
+            return rollouts
+
+        return give
+
+    return Operator(label="adapt", begin=begin)
+
+
+def meta_update(system: Any) -> Operator:
+    """Update the meta policy with fragments before and after adaptation; begin new tasks with it."""
+    learner = system.learner
+
+    def update(rounds: list[list[Fragment]]) -> Metrics:
+        after = {each.actor: each for each in rounds[1]}
+        metrics: Metrics = learner.update((each, after[each.actor]) for each in rounds[0] if each.actor in after)
+        system.publish(learner)
+        system.ask_actors("reset", learner.version)
+        return metrics
+
+    return Operator(label="meta_update", begin=lambda _: update)
+
+
+def _load_tasks(version: int, weights: Sequence[Weights], actor: Any) -> None:
+    for policy in actor.policies.values():
+        policy.load_tasks(version, weights)
+
+
+ALGORITHM = ClassicAlgorithm(name="maml", config=MamlConfig, learner=MamlLearner, plan=plan, calls_actors=True)
