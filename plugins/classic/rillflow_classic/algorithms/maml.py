@@ -9,7 +9,8 @@
 Every slot has a task of its own, which ``reset(seed)`` draws (see ``point_navigation``). With first order, the
 gradient of theta_i by theta counts as 1; with second order it is that of L_i with its ratio, which unlike that
 of A log pi keeps how theta changes the episodes of the first step (Rothfuss et al., arXiv 1810.06784). The
-advantages of every task have mean 0 and deviation 1. The control without adaptation is ``inner_lr`` = 0.
+advantages of every task have mean 0: its return is its baseline, beside the value function, which does not know
+the task. The control without adaptation is ``inner_lr`` = 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from torch.func import functional_call
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Mean, Metrics, merge_metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
-from rillflow_classic.formulas import normalised
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.acting import NetworkPolicy
 from rillflow_classic.networks.distributions import Floats
@@ -54,7 +54,6 @@ class MamlConfig(OnPolicyConfig):
     epochs: int = Field(1, gt=0, description="Optimiser steps of each meta update.")
     minibatches: Literal[1] = Field(1, description="A meta update takes all rows at once.")
     entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy.")
-    normalise_advantages: Literal[False] = Field(False, description="Those of each task are, by themselves.")
     inner_lr: float = Field(0.1, ge=0, description="Length of the step that adapts, a; 0 for none.")
     second_order: bool = Field(False, description="Whether the meta gradient goes through that step.")
 
@@ -68,7 +67,7 @@ class TaskPolicy(NetworkPolicy):
         """See NetworkPolicy."""
         if not self._tasks:
             return super().evaluate(observations, state)
-        parts = zip(self._tasks, np.split(observations, len(self._tasks)), strict=True)
+        parts = zip(self._tasks, np.array_split(observations, len(self._tasks)), strict=True)
         parameters, values, _ = zip(*(task.evaluate(part, None) for task, part in parts), strict=True)
         return np.concatenate(parameters), np.concatenate(values), state
 
@@ -78,7 +77,7 @@ class TaskPolicy(NetworkPolicy):
         super().load(version, weights)
 
     def load_tasks(self, version: int, weights: Sequence[Weights]) -> None:
-        """Load weights for each task, in the order of the slots."""
+        """Load weights for each task, in the order of the slots; without any, the policy has its own again."""
         self._tasks = [NetworkPolicy(copy.deepcopy(self.network)) for _ in weights]
         for task, own in zip(self._tasks, weights, strict=True):
             task.load(version, own)
@@ -123,10 +122,12 @@ class MamlLearner(OnPolicyLearner):
         self._slots_per_task = slots_per_task
 
     def estimates(self, data: Fragment, starts: Tensor) -> Estimates:
-        """Return GAE with the advantages of every task normalised."""
-        found, size = super().estimates(data, starts), self._slots_per_task
-        tasks = zip(found.advantages.split(size, 1), as_tensor(data.valid).split(size, 1), strict=True)
-        return replace(found, advantages=torch.cat([normalised(*each) for each in tasks], 1))
+        """Return GAE with advantages of mean 0 in every task."""
+        found, valid = super().estimates(data, starts), as_tensor(data.valid)
+        tasks = (valid.shape[1] // self._slots_per_task, -1)
+        sums, counts = (each.sum(0).view(tasks).sum(1) for each in (found.advantages, valid))
+        means = (sums / counts).repeat_interleave(self._slots_per_task)
+        return replace(found, advantages=torch.where(valid, found.advantages - means, 0.0))
 
     def adapted(self, data: Fragment) -> list[Weights]:
         """Return the weights of every task after a step with its rows."""
@@ -224,7 +225,7 @@ def adapt(system: Any) -> Operator:
             nonlocal is_adapted
             is_adapted = not is_adapted
             for each in () if is_adapted else rollouts:
-                work = partial(_load_tasks, system.learner.version, system.learner.adapted(each))
+                work = partial(load_tasks, system.learner.version, system.learner.adapted(each))
                 context.sent([system.actors.run(each.actor, work)])
             return rollouts
 
@@ -247,7 +248,8 @@ def meta_update(system: Any) -> Operator:
     return Operator(label="meta_update", begin=lambda _: update)
 
 
-def _load_tasks(version: int, weights: Sequence[Weights], actor: Any) -> None:
+def load_tasks(version: int, weights: Sequence[Weights], actor: Any) -> None:
+    """Load weights for each task into an actor's policies."""
     for policy in actor.policies.values():
         policy.load_tasks(version, weights)
 
