@@ -14,7 +14,6 @@ and ``publish_every`` updates old; ``actor/lag/mean`` is its age in updates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from pydantic import Field
@@ -30,12 +29,14 @@ from rillflow_classic.operators.iterators import concurrently, queue
 from rillflow_classic.operators.steps import join, report_metrics, train_one_step
 
 
+LEAST_WEIGHT = 1e-6
+"""Smallest factor of an advantage, by which it can be divided."""
+
+
 class ImpalaConfig(A2CConfig):
     """``[algorithm]`` of IMPALA."""
 
-    normalise_advantages: Literal[False] = Field(
-        False, description="A shift of weighted advantages would give rows of weight 0 a gradient."
-    )
+    max_gradient_norm: float = Field(40.0, gt=0, description="Norm to which larger gradients are scaled.")
     clip_rho: float = Field(1.0, gt=0, description="Largest importance weight of an error.")
     clip_c: float = Field(1.0, gt=0, description="Largest importance weight of the errors that follow.")
     num_async: int = Field(2, ge=1, description="Calls in flight at each actor.")
@@ -68,13 +69,15 @@ class ImpalaLearner(OnPolicyLearner):
             clip_c=settings.clip_c,
             **steps,
         )
+        weights = torch.exp(logprobs - acted).clamp(LEAST_WEIGHT, settings.clip_rho)
         log_ratios = (logprobs - acted)[steps["valid"]]
         ratios = torch.exp(log_ratios)
         sums = {"kl": (ratios - 1 - log_ratios).sum(), "clipped": (ratios > settings.clip_rho).sum()}
         return Estimates(
             logprobs=logprobs,
-            advantages=corrected.advantages,
+            advantages=corrected.advantages / weights,  # normalised without them: a shift is weighted too
             returns=corrected.targets,
+            weights=weights,
             metrics={f"policy/{k}/mean": Mean(total=float(v), count=len(ratios)) for k, v in sums.items()},
         )
 

@@ -8,9 +8,9 @@
 
 Every slot has a task of its own, which ``reset(seed)`` draws (see ``point_navigation``). With first order, the
 gradient of theta_i by theta counts as 1; with second order it is that of L_i with its ratio, which unlike that
-of A log pi keeps how theta changes the episodes of the first step (Rothfuss et al., arXiv 1810.06784). The
-advantages of every task have mean 0: its return is its baseline, beside the value function, which does not know
-the task. The control without adaptation is ``inner_lr`` = 0.
+of A log pi keeps how theta changes the episodes of the first step (Rothfuss et al., arXiv 1810.06784). No value
+function is learnt: one that does not know the task is no baseline, so each task has a linear one of its own. Let
+a fragment hold whole episodes. The control without adaptation is ``inner_lr`` = 0.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from torch.func import functional_call
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Mean, Metrics, merge_metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
+from rillflow_classic.formulas import gae
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.acting import NetworkPolicy
+from rillflow_classic.networks.build import is_frames
 from rillflow_classic.networks.distributions import Floats
 from rillflow_classic.on_policy import (
     Estimates,
@@ -39,6 +41,7 @@ from rillflow_classic.on_policy import (
     OnPolicyLearner,
     as_tensor,
     fragment_metrics,
+    steps_of,
 )
 from rillflow_classic.operators.context import Operator, PlanContext
 from rillflow_classic.operators.iterators import from_workers
@@ -53,6 +56,7 @@ class MamlConfig(OnPolicyConfig):
     lr: float = Field(3e-3, gt=0, description="Learning rate of Adam, in the meta update.")
     epochs: int = Field(1, gt=0, description="Optimiser steps of each meta update.")
     minibatches: Literal[1] = Field(1, description="A meta update takes all rows at once.")
+    value_weight: Literal[0] = Field(0, description="No value function is learnt.")
     entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy.")
     inner_lr: float = Field(0.1, ge=0, description="Length of the step that adapts, a; 0 for none.")
     second_order: bool = Field(False, description="Whether the meta gradient goes through that step.")
@@ -67,7 +71,8 @@ class TaskPolicy(NetworkPolicy):
         """See NetworkPolicy."""
         if not self._tasks:
             return super().evaluate(observations, state)
-        parts = zip(self._tasks, np.array_split(observations, len(self._tasks)), strict=True)
+        tasks = self._tasks[: len(observations)]
+        parts = zip(tasks, np.array_split(observations, len(tasks)), strict=True)
         parameters, values, _ = zip(*(task.evaluate(part, None) for task, part in parts), strict=True)
         return np.concatenate(parameters), np.concatenate(values), state
 
@@ -93,41 +98,59 @@ class TaskRows:
     actions: Tensor
     """[B] or [B, A]."""
     columns: Tensor
-    """[B, 3] acted log probabilities, advantages, returns."""
+    """[B, 2] acted log probabilities, advantages."""
 
 
 class MamlLearner(OnPolicyLearner):
-    """The learner of MAML: A2C's estimates, an inner step for each task, and the outer step.
+    """The learner of MAML: an inner step for each task, and the outer step.
 
     Args:
         inputs: the settings are a ``MamlConfig``.
         slots_per_task: neighbouring slots that have the same task.
 
     Raises:
-        ConfigError: the network has an LSTM.
+        ConfigError: the network has an LSTM, or observations are frames.
     """
 
     _settings: MamlConfig
 
     def __init__(self, inputs: LearnerInputs, slots_per_task: int = 1) -> None:
         super().__init__(inputs)
-        if self.network.lstm_size:
+        if self.network.lstm_size or is_frames(inputs.observation_space):
             raise ConfigError(
-                'network.kind is "lstm" and the algorithm adapts by gradient steps',
-                why="its inner step takes rows one by one, without a recurrent state",
-                fix='set network.kind = "mlp"',
+                f"network.kind is {inputs.network.kind!r}, and observations are {inputs.observation_space}",
+                why="the inner step has no recurrent state, and the baseline is linear in the observations",
+                fix='set network.kind = "mlp", and use an environment whose observations are vectors',
             )
         self.policy: TaskPolicy = TaskPolicy(self.network, inputs.seed)
         self.policy.version = 0
         self._slots_per_task = slots_per_task
 
     def estimates(self, data: Fragment, starts: Tensor) -> Estimates:
-        """Return GAE with advantages of mean 0 in every task."""
-        found, valid = super().estimates(data, starts), as_tensor(data.valid)
-        tasks = (valid.shape[1] // self._slots_per_task, -1)
-        sums, counts = (each.sum(0).view(tasks).sum(1) for each in (found.advantages, valid))
-        means = (sums / counts).repeat_interleave(self._slots_per_task)
-        return replace(found, advantages=torch.where(valid, found.advantages - means, 0.0))
+        """Return GAE with a baseline of each task that is fitted to its returns.
+
+        It is linear in the observation, its square, and three powers of the time (Duan et al., arXiv
+        1604.06778). The return ends with the episode, also where a limit cuts it.
+        """
+        settings, steps = self._settings, steps_of(data)
+        steps["terminated"] = steps["terminated"] | steps["truncated"]
+        returns = gae(values=torch.zeros(starts.shape), gamma=settings.gamma, lam=1.0, **steps)
+        numbers = torch.arange(len(starts))[:, None].expand(starts.shape)
+        times = (numbers - torch.where(starts, numbers, 0).cummax(0).values)[..., None] / 100
+        rows = as_tensor(data.observations).flatten(2).clamp(-10, 10)
+        parts = (rows, rows**2, times, times**2, times**3, torch.ones_like(times))
+        features, size = torch.cat(parts, -1).double(), self._slots_per_task
+        values = []
+        for given, wanted, valid in zip(
+            features.split(size, 1), returns.split(size, 1), steps["valid"].split(size, 1), strict=True
+        ):
+            known = given[:-1][valid]
+            ridge = 1e-5 * torch.eye(known.shape[1], dtype=torch.float64)
+            fitted = torch.linalg.solve(known.T @ known + ridge, known.T @ wanted[valid].double())
+            values.append((given @ fitted).float())
+        advantages = gae(values=torch.cat(values, 1), gamma=settings.gamma, lam=settings.lam, **steps)
+        logprobs = as_tensor(data.outputs["logprobs"])
+        return Estimates(logprobs=logprobs, advantages=advantages, returns=returns)
 
     def adapted(self, data: Fragment) -> list[Weights]:
         """Return the weights of every task after a step with its rows."""
@@ -149,19 +172,19 @@ class MamlLearner(OnPolicyLearner):
         tasks = [
             each for pair in pairs for each in zip(*(self._tasks(fragment) for fragment in pair), strict=True)
         ]
-        totals, norms = torch.zeros(3), 0.0
+        totals, norms = torch.zeros(2), 0.0
         for _ in range(self._settings.epochs):
             self._gradient.zero_()
             for before, after in tasks:
                 terms = self._terms(self._adapt(before), after) / len(tasks)
-                weights = (1.0, self._settings.value_weight, -self._settings.entropy_weight)
-                terms.dot(torch.tensor(weights)).backward()  # type: ignore[no-untyped-call]
+                loss = terms[0] - self._settings.entropy_weight * terms[1]
+                loss.backward()  # type: ignore[no-untyped-call]
                 totals += terms.detach()
             norms += self._step()
         metrics = merge_metrics(self._acted(*pair) for pair in pairs)
         self.version += 1
         self.policy.version = self.version
-        names, count = ("loss", "value_loss", "entropy"), self._settings.epochs
+        names, count = ("loss", "entropy"), self._settings.epochs
         means = zip(names, totals.tolist(), strict=True)
         found = {f"policy/{name}/mean": Mean(total=total, count=count) for name, total in means}
         return {**metrics, **found, "policy/gradient_norm/mean": Mean(total=norms, count=count)}
@@ -178,13 +201,13 @@ class MamlLearner(OnPolicyLearner):
             TaskRows(
                 observations=found.observations[:, part][found.valid[:, part]],
                 actions=found.actions[:, part][found.valid[:, part]],
-                columns=found.columns[:, part][found.valid[:, part]],
+                columns=found.columns[:, part][found.valid[:, part]][:, :2],
             )
             for part in torch.arange(found.valid.shape[1]).split(self._slots_per_task)
         ]
 
     def _adapt(self, rows: TaskRows) -> Parameters:
-        """Return the parameters after the inner step; only the policy's take it, not the value function's."""
+        """Return the parameters after the inner step, which the policy's take."""
         settings, parameters = self._settings, dict(self.network.named_parameters())
         gradients = torch.autograd.grad(
             self._terms(parameters, rows)[0],
@@ -198,14 +221,13 @@ class MamlLearner(OnPolicyLearner):
         }
 
     def _terms(self, parameters: Parameters, rows: TaskRows) -> Tensor:
-        """Return [3]: policy loss, value loss and entropy of the rows, means."""
+        """Return [2]: policy loss and entropy of the rows, means."""
         output = functional_call(self.network, dict(parameters), (rows.observations,))
         logprobs, entropies = self.network.distribution.evaluate(output.parameters, rows.actions)
-        acted, advantages, returns = rows.columns.unbind(1)
+        acted, advantages = rows.columns.unbind(1)
         ratios, clip = torch.exp(logprobs - acted), self._settings.clip
         gains = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)
-        errors = output.values - returns
-        return torch.stack([-gains.mean(), 0.5 * (errors * errors).mean(), entropies.mean()])
+        return torch.stack([-gains.mean(), entropies.mean()])
 
 
 def plan(system: Any, settings: MamlConfig) -> Iterable[Metrics]:

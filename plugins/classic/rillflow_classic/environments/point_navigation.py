@@ -18,7 +18,7 @@ from rillflow_classic.fragment import Array
 class PointNavigation(gymnasium.Env[Array, Array]):
     """2-D navigation of Finn et al. (arXiv 1703.03400, section 5.3), with goals on a circle.
 
-    An action is a velocity; the reward is minus the distance to the goal.
+    An action is a velocity, each part up to 3; the reward is minus the distance to the goal.
 
     Args:
         goal: angle of the goal in radians; None: every seed draws one.
@@ -31,7 +31,7 @@ class PointNavigation(gymnasium.Env[Array, Array]):
         self, goal: float | None = None, horizon: int = 20, speed: float = 0.1, swirl: float = 0.0
     ) -> None:
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = gymnasium.spaces.Box(-3.0, 3.0, (2,), np.float32)
         self._fixed, self._horizon, self._speed, self._swirl = goal, horizon, speed, swirl
         self._place = self._goal = np.zeros(2)
         self._steps = 0
@@ -53,7 +53,7 @@ class PointNavigation(gymnasium.Env[Array, Array]):
         """Move; the episode is truncated at the horizon."""
         x, y = self._place
         current = self._swirl * math.sin(6 * math.hypot(x, y)) * np.array([-y, x])
-        self._place = self._place + self._speed * np.clip(action, -1, 1) + current
+        self._place = self._place + self._speed * np.clip(action, -3, 3) + current
         self._steps += 1
         distance = math.dist(self._place, self._goal)
         return self._place.astype(np.float32), -distance, False, self._steps >= self._horizon, {}
