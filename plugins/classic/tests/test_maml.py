@@ -16,12 +16,13 @@ from plugins.classic.tests.values.opened import OpenedRecipe
 from rillflow.errors import ConfigError, TrainingError
 from rillflow_classic.algorithms.a2c import A2CConfig
 from rillflow_classic.algorithms.maml import MamlConfig, MamlLearner, TaskPolicy
-from rillflow_classic.algorithms.mb_mpo import ImaginedEnvironment, MbMpoConfig, Models
+from rillflow_classic.algorithms.mb_mpo import ImaginedEnvironment, MbMpoConfig, Models, search
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.environments.point_navigation import PointNavigation
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.on_policy import Estimates, OnPolicyLearner
+from rillflow_classic.operators.context import PlanContext
 from rillflow_classic.replay import ReplayBuffer
 
 POINT = {"id": "PointNavigation-v0", "run": "inline"}
@@ -43,7 +44,7 @@ def opened(stack: ExitStack, name: str, **algorithm: Any) -> OpenedRecipe:
         {"name": name, **algorithm},
         environment=environment,
         workers=workers,
-        network={"hidden": [32]},
+        network={"hidden": [64, 64]},
         run={"threads": 1},
     )
 
@@ -83,7 +84,8 @@ def test_tasks_act_with_weights_of_their_own() -> None:
         np.testing.assert_array_equal(acted.outputs["values"][part], wanted.outputs["values"])
     policy.load(8, learners[0].weights())
     wanted = learners[0].policy.act(observations, greedy=True)
-    np.testing.assert_array_equal(policy.act(observations, greedy=True).outputs["values"], wanted.outputs["values"])
+    found = policy.act(observations, greedy=True)
+    np.testing.assert_array_equal(found.outputs["values"], wanted.outputs["values"])
 
 
 def meta_gradient(learner: MamlLearner, pairs: list[tuple[Fragment, Fragment]]) -> torch.Tensor:
@@ -94,7 +96,8 @@ def meta_gradient(learner: MamlLearner, pairs: list[tuple[Fragment, Fragment]]) 
 def test_the_first_order_meta_gradient_is_that_of_a2c_with_the_adapted_weights() -> None:
     settings = {"inner_lr": 0.3, "normalise_advantages": False, "max_gradient_norm": 1e6}
     learner = GivenAdvantages(inputs(MamlConfig(**settings)), slots_per_task=4)
-    before, adapted = play(learner, 1), OnPolicyLearner(inputs(A2CConfig(value_weight=0.0, entropy_weight=0.0, lam=0.95)))
+    before = play(learner, 1)
+    adapted = OnPolicyLearner(inputs(A2CConfig(value_weight=0.0, entropy_weight=0.0, lam=0.95)))
     plain, _ = adapted.gradients(before)
     own = learner.weights()
     stepped = {n: value - 0.3 * by.numpy() for (n, value), by in zip(own.items(), plain, strict=True)}
@@ -143,7 +146,7 @@ def test_maml_gives_each_task_its_own_policy_and_then_new_tasks() -> None:
         assert recipe.system.learner.version == 3
         assert all(each["actor/steps/sum"].value == 2 * 2 * 3 * 20 for each in metrics)
         assert len({each["episode/return_before/mean"].value for each in metrics}) == 3
-        again = list(recipe.steps(1))[0]
+        again = next(iter(recipe.steps(1)))
         assert again["actor/lag/mean"].value == 0
 
 
@@ -166,7 +169,7 @@ def test_maml_learns_to_adapt() -> None:
         recipe = opened(stack, "maml", **MAML)
         list(recipe.steps(30))
         _, after = after_one_step(recipe, 0.3, rounds=2)
-        assert after > -18
+        assert after > -17
 
 
 @pytest.mark.slow
@@ -250,10 +253,5 @@ def test_mb_mpo_refuses_what_its_models_do_not_predict() -> None:
     with ExitStack() as stack:
         recipe = opened(stack, "mb_mpo", **MB_MPO, arguments={"goal": 0.0})
         ended = replace(play(OnPolicyLearner(inputs())), terminated=np.ones((9, 4), bool))
-        plan: Any = recipe.loaded.algorithm.plan(recipe.system, recipe.loaded.settings)
-        del plan
-        from rillflow_classic.algorithms.mb_mpo import search
-        from rillflow_classic.operators.context import PlanContext
-
         with pytest.raises(TrainingError, match="models predict no termination"):
             search(recipe.system, filled()).begin(PlanContext())(ended)

@@ -6,9 +6,10 @@
     rollouts  fragments as they come ─> batches ─> queue
     learn     queue ─> update ─> weights for all actors, at every k-th update
 
-It is A2C whose returns and advantages are those of V-trace: for fragments of the learner's own policy, pi = mu,
-both are n-step returns, and the gradient is that of A2C. A fragment is at most ``num_async`` + ``queued`` batches
-and ``publish_every`` updates old; ``actor/lag/mean`` is its age in updates.
+It is A2C with the returns and advantages of V-trace. For fragments of the learner's own policy, pi = mu, and
+the gradient is that of A2C with n-step returns. The queue and ``num_async`` bound the age of a fragment;
+``actor/lag/mean`` is its age in updates. Advantages are normalised before they are weighted by rho: otherwise
+the shift would give rows of weight 0 a gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from rillflow_classic.on_policy import Estimates, OnPolicyLearner, as_tensor, st
 from rillflow_classic.operators.iterators import concurrently, queue
 from rillflow_classic.operators.steps import join, report_metrics, train_one_step
 
-
 LEAST_WEIGHT = 1e-6
 """Smallest factor of an advantage, by which it can be divided."""
 
@@ -36,7 +36,6 @@ LEAST_WEIGHT = 1e-6
 class ImpalaConfig(A2CConfig):
     """``[algorithm]`` of IMPALA."""
 
-    max_gradient_norm: float = Field(40.0, gt=0, description="Norm to which larger gradients are scaled.")
     clip_rho: float = Field(1.0, gt=0, description="Largest importance weight of an error.")
     clip_c: float = Field(1.0, gt=0, description="Largest importance weight of the errors that follow.")
     num_async: int = Field(2, ge=1, description="Calls in flight at each actor.")
@@ -75,7 +74,7 @@ class ImpalaLearner(OnPolicyLearner):
         sums = {"kl": (ratios - 1 - log_ratios).sum(), "clipped": (ratios > settings.clip_rho).sum()}
         return Estimates(
             logprobs=logprobs,
-            advantages=corrected.advantages / weights,  # normalised without them: a shift is weighted too
+            advantages=corrected.advantages / weights,
             returns=corrected.targets,
             weights=weights,
             metrics={f"policy/{k}/mean": Mean(total=float(v), count=len(ratios)) for k, v in sums.items()},

@@ -6,18 +6,18 @@
 
     rollouts of every actor ─ adapt ─ rollouts of every actor ─ meta update ─> new tasks, new weights
 
-Every slot has a task of its own, which ``reset(seed)`` draws (see ``point_navigation``). With first order, the
-gradient of theta_i by theta counts as 1; with second order it is that of L_i with its ratio, which unlike that
-of A log pi keeps how theta changes the episodes of the first step (Rothfuss et al., arXiv 1810.06784). No value
-function is learnt: one that does not know the task is no baseline, so each task has a linear one of its own. Let
-a fragment hold whole episodes. The control without adaptation is ``inner_lr`` = 0.
+Every slot has a task of its own, which ``reset(seed)`` draws (see ``point_navigation``). First order takes
+the derivative of theta_i by theta as 1. Second order takes that of the loss with its ratio, which also says
+how theta changes the first episodes (Rothfuss et al., arXiv 1810.06784). No value function is learnt, because
+it would not know the task: each task has a linear baseline of its own. Let a fragment hold whole episodes.
+The control without adaptation is ``inner_lr`` = 0.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -82,7 +82,7 @@ class TaskPolicy(NetworkPolicy):
         super().load(version, weights)
 
     def load_tasks(self, version: int, weights: Sequence[Weights]) -> None:
-        """Load weights for each task, in the order of the slots; without any, the policy has its own again."""
+        """Load weights for each task, in the order of the slots; without any, act with the network."""
         self._tasks = [NetworkPolicy(copy.deepcopy(self.network)) for _ in weights]
         for task, own in zip(self._tasks, weights, strict=True):
             task.load(version, own)
@@ -122,7 +122,8 @@ class MamlLearner(OnPolicyLearner):
                 why="the inner step has no recurrent state, and the baseline is linear in the observations",
                 fix='set network.kind = "mlp", and use an environment whose observations are vectors',
             )
-        self.policy: TaskPolicy = TaskPolicy(self.network, inputs.seed)
+        self.policy = self.tasks = TaskPolicy(self.network, inputs.seed)
+        """Acts, with other weights in each task while it is adapted."""
         self.policy.version = 0
         self._slots_per_task = slots_per_task
 
@@ -141,9 +142,8 @@ class MamlLearner(OnPolicyLearner):
         parts = (rows, rows**2, times, times**2, times**3, torch.ones_like(times))
         features, size = torch.cat(parts, -1).double(), self._slots_per_task
         values = []
-        for given, wanted, valid in zip(
-            features.split(size, 1), returns.split(size, 1), steps["valid"].split(size, 1), strict=True
-        ):
+        columns = (torch.split(each, size, 1) for each in (features, returns, steps["valid"]))
+        for given, wanted, valid in zip(*columns, strict=True):
             known = given[:-1][valid]
             ridge = 1e-5 * torch.eye(known.shape[1], dtype=torch.float64)
             fitted = torch.linalg.solve(known.T @ known + ridge, known.T @ wanted[valid].double())
@@ -159,16 +159,16 @@ class MamlLearner(OnPolicyLearner):
             for rows in self._tasks(data)
         ]
 
-    def update(self, data: Iterable[tuple[Fragment, Fragment]]) -> Metrics:
+    def update(self, data: Any) -> Metrics:
         """Take a meta update.
 
         Args:
-            data: fragments of the same slots before and after the step that adapts.
+            data: pairs of fragments of the same slots, before and after the step that adapts.
 
         Raises:
             NotFiniteError: a gradient is not finite; the weights stay.
         """
-        pairs = list(data)
+        pairs: list[tuple[Fragment, Fragment]] = data
         tasks = [
             each for pair in pairs for each in zip(*(self._tasks(fragment) for fragment in pair), strict=True)
         ]
@@ -203,7 +203,7 @@ class MamlLearner(OnPolicyLearner):
                 actions=found.actions[:, part][found.valid[:, part]],
                 columns=found.columns[:, part][found.valid[:, part]][:, :2],
             )
-            for part in torch.arange(found.valid.shape[1]).split(self._slots_per_task)
+            for part in torch.split(torch.arange(found.valid.shape[1]), self._slots_per_task)
         ]
 
     def _adapt(self, rows: TaskRows) -> Parameters:
@@ -216,9 +216,7 @@ class MamlLearner(OnPolicyLearner):
             allow_unused=True,
         )
         pairs = zip(parameters.items(), gradients, strict=True)
-        return {
-            name: value if by is None else value - settings.inner_lr * by for (name, value), by in pairs
-        }
+        return {name: value if by is None else value - settings.inner_lr * by for (name, value), by in pairs}
 
     def _terms(self, parameters: Parameters, rows: TaskRows) -> Tensor:
         """Return [2]: policy loss and entropy of the rows, means."""
@@ -262,7 +260,8 @@ def meta_update(system: Any) -> Operator:
 
     def update(rounds: list[list[Fragment]]) -> Metrics:
         after = {each.actor: each for each in rounds[1]}
-        metrics: Metrics = learner.update((each, after[each.actor]) for each in rounds[0] if each.actor in after)
+        pairs = [(each, after[each.actor]) for each in rounds[0] if each.actor in after]
+        metrics: Metrics = learner.update(pairs)
         system.publish(learner)
         system.ask_actors("reset", learner.version)
         return metrics
@@ -276,4 +275,6 @@ def load_tasks(version: int, weights: Sequence[Weights], actor: Any) -> None:
         policy.load_tasks(version, weights)
 
 
-ALGORITHM = ClassicAlgorithm(name="maml", config=MamlConfig, learner=MamlLearner, plan=plan, calls_actors=True)
+ALGORITHM = ClassicAlgorithm(
+    name="maml", config=MamlConfig, learner=MamlLearner, plan=plan, calls_actors=True
+)

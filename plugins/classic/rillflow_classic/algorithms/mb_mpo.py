@@ -7,8 +7,8 @@
 
 Models that differ are tasks that differ, so the policy need not trust any of them; real steps show which is
 right. The adapted policy of each model plays in its share of the slots. Two things differ from the paper: a
-model predicts the reward too, and imagined episodes begin at real observations and bootstrap after ``horizon``
-steps. The control is ``members`` = 1 and ``inner_lr`` = 0: one model, no meta step.
+model predicts the reward too, and imagined episodes begin at any real observation. The control is ``members``
+= 1 and ``inner_lr`` = 0: one model, no meta step.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Models:
             part = torch.randint(inputs.shape[1], (members, settings.model_batch), generator=generator)
             loss = (self._network(inputs[rows, part]) - targets[rows, part]).square().mean()
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
         self.loss = float(loss.detach())
         """Squared error of the last step, relative to the variance."""
@@ -94,8 +94,8 @@ class Models:
     @torch.inference_mode()
     def predict(self, observations: Array, actions: Array) -> tuple[Array, Array]:
         """Return next observations [N, F] and rewards [N]; model k predicts the k-th part of the rows."""
-        inputs = ((self._inputs(observations, actions) - self._shift) / self._scale)[None]
-        inputs = inputs.unflatten(1, (len(self._network.weights[0]), -1))[0]
+        inputs = (self._inputs(observations, actions) - self._shift) / self._scale
+        inputs = inputs.view(len(self._network.weights[0]), -1, inputs.shape[1])
         found = (self._network(inputs) * self._spread + self._change).flatten(0, 1).numpy()
         return observations + found[:, :-1], found[:, -1]
 
@@ -178,10 +178,10 @@ class MbMpoLearner(MamlLearner):
         metrics: list[Metrics] = []
         for _ in range(settings.updates):
             before = self._played(actor, 0)
-            self.policy.load_tasks(self.version, self.adapted(before))
+            self.tasks.load_tasks(self.version, self.adapted(before))
             after = self._played(actor, 1)
             metrics.append(self.update([(before, after)]))
-            self.policy.load_tasks(self.version, ())
+            self.tasks.load_tasks(self.version, ())
         found = merge_metrics(metrics)
         named = {name.replace("episode/", "imagined/"): value for name, value in found.items()}
         named["model/loss/mean"] = Mean(total=models.loss, count=1)

@@ -1,7 +1,7 @@
-"""A point that moves in the plane to a goal it does not see: the task is the goal, on a circle around its start.
+"""A point that moves to a goal it does not see: the task is the goal, on a circle around its start.
 
 ``reset(seed=s)`` draws a task; ``reset()`` begins a new episode of the same one. So a vector environment that
-is reset with a seed has a task of its own in each slot, and keeps it through all episodes until the next seed.
+is reset with a seed has a task of its own in each slot, and keeps it until the next seed.
 """
 
 from __future__ import annotations
