@@ -167,7 +167,7 @@ def test_maml_learns_to_adapt() -> None:
     """The best policy without a task stays where it is: -20."""
     with ExitStack() as stack:
         recipe = opened(stack, "maml", **MAML)
-        list(recipe.steps(30))
+        list(recipe.steps(22))
         _, after = after_one_step(recipe, 0.3, rounds=2)
         assert after > -17
 
