@@ -31,6 +31,7 @@ def test_the_gradient_for_its_own_fragments_is_that_of_a2c(network: str, actions
     for expected, gradient in zip(wanted[0], found[0], strict=True):
         torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
     assert found[1]["policy/kl/mean"].value == pytest.approx(0, abs=1e-6)
+    assert found[1]["policy/clipped/mean"].value == 0
 
 
 def test_the_gradient_for_another_policy_is_that_of_the_paper_s_loss() -> None:

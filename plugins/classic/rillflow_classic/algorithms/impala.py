@@ -31,6 +31,8 @@ from rillflow_classic.operators.steps import join, report_metrics, train_one_ste
 
 LEAST_WEIGHT = 1e-6
 """Smallest factor of an advantage, by which it can be divided."""
+ROUNDING = 1e-4
+"""Distance from a clip below which a weight does not count as clipped."""
 
 
 class ImpalaConfig(A2CConfig):
@@ -71,7 +73,7 @@ class ImpalaLearner(OnPolicyLearner):
         weights = torch.exp(logprobs - acted).clamp(LEAST_WEIGHT, settings.clip_rho)
         log_ratios = (logprobs - acted)[steps["valid"]]
         ratios = torch.exp(log_ratios)
-        sums = {"kl": (ratios - 1 - log_ratios).sum(), "clipped": (ratios > settings.clip_rho).sum()}
+        sums = {"kl": (ratios - 1 - log_ratios).sum(), "clipped": (ratios > settings.clip_rho + ROUNDING).sum()}
         return Estimates(
             logprobs=logprobs,
             advantages=corrected.advantages / weights,
