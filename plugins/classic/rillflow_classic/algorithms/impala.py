@@ -73,7 +73,8 @@ class ImpalaLearner(OnPolicyLearner):
         weights = torch.exp(logprobs - acted).clamp(LEAST_WEIGHT, settings.clip_rho)
         log_ratios = (logprobs - acted)[steps["valid"]]
         ratios = torch.exp(log_ratios)
-        sums = {"kl": (ratios - 1 - log_ratios).sum(), "clipped": (ratios > settings.clip_rho + ROUNDING).sum()}
+        clipped = (ratios > settings.clip_rho + ROUNDING).sum()
+        sums = {"kl": (ratios - 1 - log_ratios).sum(), "clipped": clipped}
         return Estimates(
             logprobs=logprobs,
             advantages=corrected.advantages / weights,
