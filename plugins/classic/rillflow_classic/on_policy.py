@@ -89,6 +89,8 @@ class Estimates:
     """[T, N]."""
     returns: Tensor
     """[T, N] targets of the value function."""
+    weights: Tensor | None = None
+    """[T, N] factors of the advantages, after they are normalised; None for 1."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics that replace those of the minibatches."""
 
@@ -206,6 +208,8 @@ class OnPolicyLearner:
             total = moments(advantages, valid)
             self.ranks.sum_([total])
             advantages = scaled(advantages, valid, total)
+        if found.weights is not None:
+            advantages = advantages * found.weights
         return _Experience(
             observations=as_tensor(data.observations)[:-1],
             actions=as_tensor(data.actions),

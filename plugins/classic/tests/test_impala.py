@@ -31,6 +31,7 @@ def test_the_gradient_for_its_own_fragments_is_that_of_a2c(network: str, actions
     for expected, gradient in zip(wanted[0], found[0], strict=True):
         torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
     assert found[1]["policy/approximate_kl/mean"].value == pytest.approx(0, abs=1e-6)
+    assert found[1]["policy/clipped/share"].value == 0
 
 
 def test_the_gradient_for_another_policy_is_that_of_the_paper_s_loss() -> None:
@@ -110,7 +111,7 @@ def test_an_lstm_learns_from_its_initial_state(transport: str) -> None:
 def test_impala_learns() -> None:
     """Random actions hold the pole for 22 steps."""
     with ExitStack() as stack:
-        recipe = opened(stack, updates=25, lr=3e-3, normalise_advantages=True, entropy_weight=0.0)
+        recipe = opened(stack, updates=25, lr=3e-3)
         metrics = list(recipe.steps(16))
         assert metrics[-1]["episode/return/mean"].value > 60
 
@@ -119,7 +120,7 @@ def test_impala_learns() -> None:
 def test_impala_learns_from_actors_in_processes() -> None:
     with ExitStack() as stack:
         workers = {**CONTROL, "actors": 2, "place": "process"}
-        recipe = opened(stack, workers=workers, updates=25, lr=3e-3, normalise_advantages=True)
+        recipe = opened(stack, workers=workers, updates=25, lr=3e-3)
         metrics = list(recipe.steps(24))
         assert metrics[-1]["episode/return/mean"].value > 60
         assert metrics[-1]["actor/lag/mean"].value > 0

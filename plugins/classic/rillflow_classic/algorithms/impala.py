@@ -6,9 +6,10 @@
     rollouts  fragments as they come ─> batches ─> queue
     learn     queue ─> update ─> weights for all actors, at every k-th update
 
-It is A2C whose returns and advantages are those of V-trace: for fragments of the learner's own policy,
-pi = mu, both are n-step returns, and the gradient is that of A2C. A fragment is at most ``num_async`` +
-``queued`` batches and ``publish_every`` updates old; ``actor/lag/mean`` is its age in updates.
+It is A2C with the returns and advantages of V-trace. For fragments of the learner's own policy, pi = mu, and
+the gradient is that of A2C with n-step returns. The queue and ``num_async`` bound the age of a fragment;
+``actor/lag/mean`` is its age in updates. Advantages are normalised before they are weighted by rho: otherwise
+the shift would give rows of weight 0 a gradient.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ from rillflow_classic.fragment import Fragment
 from rillflow_classic.on_policy import Estimates, OnPolicyLearner, as_tensor, steps_of
 from rillflow_classic.operators.iterators import concurrently, queue
 from rillflow_classic.operators.steps import join, report_metrics, train_one_step
+
+LEAST_WEIGHT = 1e-6
+"""Smallest factor of an advantage, by which it can be divided."""
+ROUNDING = 1e-4
+"""Distance from a clip below which a weight does not count as clipped."""
 
 
 class ImpalaConfig(A2CConfig):
@@ -64,16 +70,16 @@ class ImpalaLearner(OnPolicyLearner):
             clip_c=settings.clip_c,
             **steps,
         )
+        weights = torch.exp(logprobs - acted).clamp(LEAST_WEIGHT, settings.clip_rho)
         log_ratios = (logprobs - acted)[steps["valid"]]
         ratios = torch.exp(log_ratios)
-        sums = {
-            "approximate_kl/mean": (ratios - 1 - log_ratios).sum(),
-            "clipped/share": (ratios > settings.clip_rho).sum(),
-        }
+        clipped = (ratios > settings.clip_rho + ROUNDING).sum()
+        sums = {"approximate_kl/mean": (ratios - 1 - log_ratios).sum(), "clipped/share": clipped}
         return Estimates(
             logprobs=logprobs,
-            advantages=corrected.advantages,
+            advantages=corrected.advantages / weights,
             returns=corrected.targets,
+            weights=weights,
             metrics={f"policy/{k}": Mean(total=float(v), count=len(ratios)) for k, v in sums.items()},
         )
 

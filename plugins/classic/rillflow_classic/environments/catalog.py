@@ -1,7 +1,7 @@
 """Catalog: what an environment's id names, and who provides it.
 
 "CartPole-v1", "Pong-v5" ─────────> EnvPool, or Gymnasium where EnvPool lacks it or the recipe says so
-"MultiAgentCartPole-v0" ──────────> a multi-agent environment of this package
+"MultiAgentCartPole-v0" ──────────> an environment of this package
 "game.py:Game", "package:Class" ──> a class: gymnasium.Env, or PettingZoo's parallel form
 """
 
@@ -26,8 +26,11 @@ from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.envpool_adapter import envpool_ids
 from rillflow_classic.environments.lanes import GymnasiumLane, Lane, ParallelLane
 
-SHIPPED = {"MultiAgentCartPole-v0": "rillflow_classic.environments.multi_agent_cartpole:MultiAgentCartPole"}
-"""Multi-agent environments of this package."""
+SHIPPED = {
+    "MultiAgentCartPole-v0": "rillflow_classic.environments.multi_agent_cartpole:MultiAgentCartPole",
+    "PointNavigation-v0": "rillflow_classic.environments.point_navigation:PointNavigation",
+}
+"""Environments of this package."""
 ATARI = "ALE/"
 """Beginning of ale-py's ids; EnvPool's lack it."""
 

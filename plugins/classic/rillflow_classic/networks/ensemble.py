@@ -34,8 +34,8 @@ class EnsembleMLP(nn.Module):
                 kept.append(nn.Parameter(values))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs of all members [E, B, O] for the same inputs [B, F]."""
-        values = inputs.expand(len(self.weights[0]), *inputs.shape)
+        """Return the outputs of all members [E, B, O] for the same inputs [B, F], or their own [E, B, F]."""
+        values = inputs if inputs.dim() == 3 else inputs.expand(len(self.weights[0]), *inputs.shape)
         for place, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             values = torch.baddbmm(bias, values.relu() if place else values, weight)
         return values

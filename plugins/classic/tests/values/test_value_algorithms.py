@@ -27,10 +27,19 @@ QUICK: dict[str, dict[str, Any]] = {
         "policies": POLICIES,
     },
 }
+POINT = {"id": "PointNavigation-v0", "run": "inline"}
+RESUMED: dict[str, dict[str, Any]] = {
+    **QUICK,
+    "maml": {"algorithm": {"name": "maml"}, "environment": POINT},
+    "mb_mpo": {
+        "algorithm": {"name": "mb_mpo", "members": 2, "imagined": 4, "updates": 2, "model_steps": 10},
+        "environment": POINT,
+    },
+}
 
 
 def opened(stack: ExitStack, name: str, **workers: Any) -> OpenedRecipe:
-    tables = {"environment": {"id": "CartPole-v1"}, **QUICK[name]}
+    tables = {"environment": {"id": "CartPole-v1"}, **RESUMED[name]}
     algorithm = tables.pop("algorithm")
     found = {"slots": 4, "steps": 16, **workers}
     return OpenedRecipe(stack, algorithm, workers=found, network=NETWORK, run={"threads": 1}, **tables)
@@ -70,7 +79,7 @@ def test_a_plan_is_checked_and_drawn(name: str) -> None:
         assert "replay" in as_text(plan.graph(name))
 
 
-@pytest.mark.parametrize("name", ["dqn", "sac", "two_trainers"])
+@pytest.mark.parametrize("name", ["dqn", "sac", "two_trainers", "maml", "mb_mpo"])
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         recipe = opened(stack, name)

@@ -1,0 +1,280 @@
+"""MAML: a policy that a gradient step adapts to a new task (Finn et al., arXiv 1703.03400, algorithm 3).
+
+    theta_i = theta - a grad L_i(theta, D_i)            D_i: episodes of task i with the policy theta
+    theta <- theta - b grad sum_i L_i(theta_i, D'_i)    D'_i: episodes of task i with the policy theta_i
+    L = -E[min(rho A, clip(rho, 1 - c, 1 + c) A)],  rho = pi / mu
+
+    rollouts of every actor ─ adapt ─ rollouts of every actor ─ meta update ─> new tasks, new weights
+
+Every slot has a task of its own, which ``reset(seed)`` draws (see ``point_navigation``). First order takes
+the derivative of theta_i by theta as 1. Second order takes that of the loss with its ratio, which also says
+how theta changes the first episodes (Rothfuss et al., arXiv 1810.06784). No value function is learnt, because
+it would not know the task: each task has a linear baseline of its own. Let a fragment hold whole episodes.
+The control without adaptation is ``inner_lr`` = 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.func import functional_call
+
+from rillflow.errors import ConfigError
+from rillflow.records.metrics import Mean, Metrics, merge_metrics
+from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
+from rillflow_classic.formulas import gae
+from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.networks.acting import NetworkPolicy
+from rillflow_classic.networks.build import is_frames
+from rillflow_classic.networks.distributions import Floats
+from rillflow_classic.on_policy import (
+    Estimates,
+    OnPolicyConfig,
+    OnPolicyLearner,
+    as_tensor,
+    fragment_metrics,
+    steps_of,
+)
+from rillflow_classic.operators.context import Operator, PlanContext
+from rillflow_classic.operators.iterators import from_workers
+from rillflow_classic.policy import Weights
+
+Parameters = Mapping[str, Tensor]
+
+
+class MamlConfig(OnPolicyConfig):
+    """``[algorithm]`` of MAML."""
+
+    lr: float = Field(3e-3, gt=0, description="Learning rate of Adam, in the meta update.")
+    epochs: int = Field(1, gt=0, description="Optimiser steps of each meta update.")
+    minibatches: Literal[1] = Field(1, description="A meta update takes all rows at once.")
+    value_weight: Literal[0] = Field(0, description="No value function is learnt.")
+    entropy_weight: float = Field(0.0, ge=0, description="Weight of the entropy.")
+    inner_lr: float = Field(0.1, ge=0, description="Length of the step that adapts, a; 0 for none.")
+    second_order: bool = Field(False, description="Whether the meta gradient goes through that step.")
+
+
+class TaskPolicy(NetworkPolicy):
+    """Acts for several tasks, which have equal parts of the slots and may have weights of their own."""
+
+    _tasks: Sequence[NetworkPolicy] = ()
+
+    def evaluate(self, observations: Array, state: Array | None) -> tuple[Floats, Floats, Array | None]:
+        """See NetworkPolicy."""
+        if not self._tasks:
+            return super().evaluate(observations, state)
+        tasks = self._tasks[: len(observations)]
+        parts = zip(tasks, np.array_split(observations, len(tasks)), strict=True)
+        parameters, values, _ = zip(*(task.evaluate(part, None) for task, part in parts), strict=True)
+        return np.concatenate(parameters), np.concatenate(values), state
+
+    def load(self, version: int, weights: Weights) -> None:
+        """Load weights for all tasks."""
+        self._tasks = ()
+        super().load(version, weights)
+
+    def load_tasks(self, version: int, weights: Sequence[Weights]) -> None:
+        """Load weights for each task, in the order of the slots; without any, act with the network."""
+        self._tasks = [NetworkPolicy(copy.deepcopy(self.network)) for _ in weights]
+        for task, own in zip(self._tasks, weights, strict=True):
+            task.load(version, own)
+        self.version = version
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRows:
+    """Valid rows of one task."""
+
+    observations: Tensor
+    """[B, ...]."""
+    actions: Tensor
+    """[B] or [B, A]."""
+    columns: Tensor
+    """[B, 2] acted log probabilities, advantages."""
+
+
+class MamlLearner(OnPolicyLearner):
+    """The learner of MAML: an inner step for each task, and the outer step.
+
+    Args:
+        inputs: the settings are a ``MamlConfig``.
+        slots_per_task: neighbouring slots that have the same task.
+
+    Raises:
+        ConfigError: the network has an LSTM, or observations are frames.
+    """
+
+    _settings: MamlConfig
+
+    def __init__(self, inputs: LearnerInputs, slots_per_task: int = 1) -> None:
+        super().__init__(inputs)
+        if self.network.lstm_size or is_frames(inputs.observation_space):
+            raise ConfigError(
+                f"network.kind is {inputs.network.kind!r}, and observations are {inputs.observation_space}",
+                why="the inner step has no recurrent state, and the baseline is linear in the observations",
+                fix='set network.kind = "mlp", and use an environment whose observations are vectors',
+            )
+        self.policy = self.tasks = TaskPolicy(self.network, inputs.seed)
+        """Acts, with other weights in each task while it is adapted."""
+        self.policy.version = 0
+        self._slots_per_task = slots_per_task
+
+    def estimates(self, data: Fragment, starts: Tensor) -> Estimates:
+        """Return GAE with a baseline of each task that is fitted to its returns.
+
+        It is linear in the observation, its square, and three powers of the time (Duan et al., arXiv
+        1604.06778). The return ends with the episode, also where a limit cuts it.
+        """
+        settings, steps = self._settings, steps_of(data)
+        steps["terminated"] = steps["terminated"] | steps["truncated"]
+        returns = gae(values=torch.zeros(starts.shape), gamma=settings.gamma, lam=1.0, **steps)
+        numbers = torch.arange(len(starts))[:, None].expand(starts.shape)
+        times = (numbers - torch.where(starts, numbers, 0).cummax(0).values)[..., None] / 100
+        rows = as_tensor(data.observations).flatten(2).clamp(-10, 10)
+        parts = (rows, rows**2, times, times**2, times**3, torch.ones_like(times))
+        features, size = torch.cat(parts, -1).double(), self._slots_per_task
+        values = []
+        columns = (torch.split(each, size, 1) for each in (features, returns, steps["valid"]))
+        for given, wanted, valid in zip(*columns, strict=True):
+            known = given[:-1][valid]
+            ridge = 1e-5 * torch.eye(known.shape[1], dtype=torch.float64)
+            fitted = torch.linalg.solve(known.T @ known + ridge, known.T @ wanted[valid].double())
+            values.append((given @ fitted).float())
+        advantages = gae(values=torch.cat(values, 1), gamma=settings.gamma, lam=settings.lam, **steps)
+        logprobs = as_tensor(data.outputs["logprobs"])
+        return Estimates(logprobs=logprobs, advantages=advantages, returns=returns)
+
+    def adapted(self, data: Fragment) -> list[Weights]:
+        """Return the weights of every task after a step with its rows."""
+        return [
+            {name: value.detach().numpy() for name, value in self._adapt(rows).items()}
+            for rows in self._tasks(data)
+        ]
+
+    def update(self, data: Any) -> Metrics:
+        """Take a meta update.
+
+        Args:
+            data: pairs of fragments of the same slots, before and after the step that adapts.
+
+        Raises:
+            NotFiniteError: a gradient is not finite; the weights stay.
+        """
+        pairs: list[tuple[Fragment, Fragment]] = data
+        tasks = [
+            each for pair in pairs for each in zip(*(self._tasks(fragment) for fragment in pair), strict=True)
+        ]
+        totals, norms = torch.zeros(2), 0.0
+        for _ in range(self._settings.epochs):
+            self._gradient.zero_()
+            for before, after in tasks:
+                terms = self._terms(self._adapt(before), after) / len(tasks)
+                loss = terms[0] - self._settings.entropy_weight * terms[1]
+                loss.backward()  # type: ignore[no-untyped-call]
+                totals += terms.detach()
+            norms += self._step()
+        metrics = merge_metrics(self._acted(*pair) for pair in pairs)
+        self.version += 1
+        self.policy.version = self.version
+        names, count = ("loss", "entropy"), self._settings.epochs
+        means = zip(names, totals.tolist(), strict=True)
+        found = {f"policy/{name}/mean": Mean(total=total, count=count) for name, total in means}
+        return {**metrics, **found, "policy/gradient_norm/mean": Mean(total=norms, count=count)}
+
+    def _acted(self, before: Fragment, after: Fragment) -> Metrics:
+        """Return what two fragments say about acting: returns after the step, and before it."""
+        first, then = (fragment_metrics(each, self.version) for each in (before, after))
+        steps = merge_metrics({"actor/steps/sum": each["actor/steps/sum"]} for each in (first, then))
+        return {**then, **steps, "episode/return_before/mean": first["episode/return/mean"]}
+
+    def _tasks(self, data: Fragment) -> list[TaskRows]:
+        found = self._experience(data)
+        return [
+            TaskRows(
+                observations=found.observations[:, part][found.valid[:, part]],
+                actions=found.actions[:, part][found.valid[:, part]],
+                columns=found.columns[:, part][found.valid[:, part]][:, :2],
+            )
+            for part in torch.split(torch.arange(found.valid.shape[1]), self._slots_per_task)
+        ]
+
+    def _adapt(self, rows: TaskRows) -> Parameters:
+        """Return the parameters after the inner step, which the policy's take."""
+        settings, parameters = self._settings, dict(self.network.named_parameters())
+        gradients = torch.autograd.grad(
+            self._terms(parameters, rows)[0],
+            list(parameters.values()),
+            create_graph=settings.second_order,
+            allow_unused=True,
+        )
+        pairs = zip(parameters.items(), gradients, strict=True)
+        return {name: value if by is None else value - settings.inner_lr * by for (name, value), by in pairs}
+
+    def _terms(self, parameters: Parameters, rows: TaskRows) -> Tensor:
+        """Return [2]: policy loss and entropy of the rows, means."""
+        output = functional_call(self.network, dict(parameters), (rows.observations,))
+        logprobs, entropies = self.network.distribution.evaluate(output.parameters, rows.actions)
+        acted, advantages = rows.columns.unbind(1)
+        ratios, clip = torch.exp(logprobs - acted), self._settings.clip
+        gains = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)
+        return torch.stack([-gains.mean(), entropies.mean()])
+
+
+def plan(system: Any, settings: MamlConfig) -> Iterable[Metrics]:
+    """Return the dataflow: rollouts with the meta policy, adaptation, rollouts, meta update, new tasks."""
+    del settings
+    rollouts = from_workers(system.actors, "sample").batch_across_workers()
+    return rollouts.for_each(adapt(system)).batch(2).for_each(meta_update(system))
+
+
+def adapt(system: Any) -> Operator:
+    """Give each task its own weights after every second round, those of a step with its fragment."""
+
+    def begin(context: PlanContext) -> Callable[[list[Fragment]], list[Fragment]]:
+        is_adapted = True
+
+        def give(rollouts: list[Fragment]) -> list[Fragment]:
+            nonlocal is_adapted
+            is_adapted = not is_adapted
+            for each in () if is_adapted else rollouts:
+                work = partial(load_tasks, system.learner.version, system.learner.adapted(each))
+                context.sent([system.actors.run(each.actor, work)])
+            return rollouts
+
+        return give
+
+    return Operator(label="adapt", begin=begin)
+
+
+def meta_update(system: Any) -> Operator:
+    """Update the meta policy with fragments before and after adaptation; begin new tasks with it."""
+    learner = system.learner
+
+    def update(rounds: list[list[Fragment]]) -> Metrics:
+        after = {each.actor: each for each in rounds[1]}
+        pairs = [(each, after[each.actor]) for each in rounds[0] if each.actor in after]
+        metrics: Metrics = learner.update(pairs)
+        system.publish(learner)
+        system.ask_actors("reset", learner.version)
+        return metrics
+
+    return Operator(label="meta_update", begin=lambda _: update)
+
+
+def load_tasks(version: int, weights: Sequence[Weights], actor: Any) -> None:
+    """Load weights for each task into an actor's policies."""
+    for policy in actor.policies.values():
+        policy.load_tasks(version, weights)
+
+
+ALGORITHM = ClassicAlgorithm(
+    name="maml", config=MamlConfig, learner=MamlLearner, plan=plan, calls_actors=True
+)
