@@ -32,7 +32,7 @@ from rillflow.graph.graph import Graph
 from rillflow_classic.operators import nodes
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext, label_of
 from rillflow_classic.operators.nodes import PlanNode
-from rillflow_classic.operators.shards import Function, Method, WorkerShards, Transform, transformed
+from rillflow_classic.operators.shards import Function, Method, Transform, WorkerShards, transformed
 from rillflow_classic.worker_set import DEADLINE_S, WorkerSet, wait_any
 
 POLL_S = 0.001

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import GraphError
@@ -72,6 +72,7 @@ def in_turns(flows: Sequence[Sequence[Any]], weights: Sequence[int]) -> Iterator
             del flow[:weight]
 
 
+@settings(deadline=None)
 @given(items=lists)
 def test_transforms_are_those_of_lists(items: list[int]) -> None:
     assert list(from_items(items).for_each(lambda item: item + 1)) == [item + 1 for item in items]
@@ -94,6 +95,7 @@ def test_a_function_that_is_not_ready_is_called_again_with_the_same_item() -> No
     assert called == [1, 1, 1, 2, 2, 2]
 
 
+@settings(deadline=None)
 @given(flows=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=4))
 def test_round_robin_takes_its_weight_of_each_flow_in_turn(flows: list[tuple[int, int]]) -> None:
     lengths, weights = zip(*flows, strict=True)
@@ -101,6 +103,7 @@ def test_round_robin_takes_its_weight_of_each_flow_in_turn(flows: list[tuple[int
     assert list(union) == list(in_turns(named(lengths), weights))
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3))
 def test_async_takes_at_most_20_items_of_a_flow_before_the_next(lengths: list[int]) -> None:
     union = from_items(named(lengths)[0]).union(
@@ -109,6 +112,7 @@ def test_async_takes_at_most_20_items_of_a_flow_before_the_next(lengths: list[in
     assert list(union) == list(in_turns(named(lengths), [AT_ONCE] * len(lengths)))
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=2, max_size=3),
     waits=st.lists(st.booleans(), min_size=40, max_size=40),
@@ -131,6 +135,7 @@ def test_a_union_of_flows_that_wait_loses_and_reorders_nothing(
         assert found == list(in_turns(flows, [1] * len(flows)))
 
 
+@settings(deadline=None)
 @given(data=st.data(), lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4))
 def test_only_the_flows_with_an_output_index_return_items_but_all_run(
     data: st.DataObject, lengths: list[int]
@@ -149,6 +154,7 @@ def test_a_star_takes_as_many_items_as_are_ready() -> None:
     assert list(islice(plan, 12)) == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5]
 
 
+@settings(deadline=None)
 @given(capacity=st.integers(1, 5), count=st.integers(0, 20), mode=st.sampled_from(["async", "round_robin"]))
 def test_a_queue_is_bounded_and_keeps_the_order(capacity: int, count: int, mode: str) -> None:
     put, taken = queue(capacity)
@@ -167,6 +173,7 @@ def test_a_queue_begins_with_its_initial_items_in_every_run() -> None:
     assert [list(islice(cycle, 4)) for _ in range(2)] == [[1, 2, 3, 4]] * 2
 
 
+@settings(deadline=None)
 @given(capacity=st.integers(1, 5), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_every_copy_has_every_item_and_none_is_further_ahead_than_its_capacity(
     capacity: int, sizes: list[int]

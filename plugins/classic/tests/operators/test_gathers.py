@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import ClusterError, GraphError
@@ -133,6 +133,7 @@ orders = st.randoms(use_true_random=False).map(lambda random: lambda count: rand
 counts = st.integers(1, 4)
 
 
+@settings(deadline=None)
 @given(count=counts, choose=orders)
 def test_no_worker_runs_between_two_rounds_and_messages_precede_the_next_round(
     count: int, choose: Callable[[int], int]
@@ -144,6 +145,7 @@ def test_no_worker_runs_between_two_rounds_and_messages_precede_the_next_round(
         workers.call_all("load", version + 1)
 
 
+@settings(deadline=None)
 @given(count=counts, choose=orders, when=st.integers(0, 20))
 def test_gather_sync_has_the_same_barrier_between_rounds(
     count: int, choose: Callable[[int], int], when: int
@@ -160,6 +162,7 @@ def test_gather_sync_has_the_same_barrier_between_rounds(
             workers.call_all("load", 1)
 
 
+@settings(deadline=None)
 @given(count=counts, choose=orders, num_async=st.integers(1, 4))
 def test_gather_async_calls_a_worker_again_after_its_item_was_handled(
     count: int, choose: Callable[[int], int], num_async: int
@@ -190,6 +193,7 @@ def test_the_lag_of_gather_async_reaches_its_bound() -> None:
         assert max(lags) == num_async - 1
 
 
+@settings(deadline=None)
 @given(count=st.integers(2, 4), choose=orders)
 def test_gather_async_returns_a_finished_item_although_others_still_run(
     count: int, choose: Callable[[int], int]
@@ -287,6 +291,7 @@ def test_a_worker_without_an_item_is_asked_again() -> None:
         assert all(played % 2 for _, played, _ in items)
 
 
+@settings(deadline=None)
 @given(choose=orders)
 def test_items_know_their_source_behind_a_queue_and_beside_other_flows(choose: Callable[[int], int]) -> None:
     _, workers = players(3, choose)
