@@ -19,7 +19,7 @@ from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.inline import InlineBackend
 from rillflow_classic.algorithm import LearnerInputs
 from rillflow_classic.algorithms.a3c import A3CConfig, A3CLearner, plan
-from rillflow_classic.environments.config import EnvironmentConfig
+from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.fragment import Fragment
 from rillflow_classic.networks.config import NetworkConfig
@@ -42,7 +42,7 @@ from rillflow_classic.system import CallSystem
 from rillflow_classic.worker_set import WorkerSet
 from rillflow_classic.workers.actor import Actor
 
-CARTPOLE = EnvironmentConfig(id="CartPole-v1")
+CARTPOLE = EnvironmentSettings(id="CartPole-v1")
 
 
 def fragment(first: float, slots: int = 2, steps: int = 3, actor: int = 0) -> Fragment:
