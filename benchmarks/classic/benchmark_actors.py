@@ -110,5 +110,6 @@ def settings_of(name: str) -> Any:
 
 def learning_actor(name: str, slots: int, steps: int, index: int) -> Actor:
     """Return an actor that acts with the policy of an algorithm."""
-    environment = make_environment(CARTPOLE, slots, seed=index)
-    return Actor([environment], {"policy": learner_of(name).policy}, steps, index=index, seed=index)
+    environment, learner = make_environment(CARTPOLE, slots, seed=index), learner_of(name)
+    policies, learners = {"policy": learner.policy}, {"policy": learner}
+    return Actor([environment], policies, steps, index=index, seed=index, learners=learners)

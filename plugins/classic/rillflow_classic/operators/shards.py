@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,21 +40,17 @@ class WorkerShards:
     transforms: tuple[Transform, ...] = ()
     """Transforms that run on the worker."""
 
-    def rounds(self, context: PlanContext) -> Iterator[Any]:
-        """Yield lists of one item per worker; see ``ParallelIterator.batch_across_workers``."""
+    def rounds(self, context: PlanContext, *, one_by_one: bool) -> Iterator[Any]:
+        """Yield lists of one item per worker, or their items one by one; see ``ParallelIterator``."""
         with _Opened(self, context) as opened:
             while True:
-                yield from opened.round()
-                context.source = None
-                yield [item for _, item in opened.items]
-
-    def in_rounds(self, context: PlanContext) -> Iterator[Any]:
-        """Yield the items of rounds one by one; see ``ParallelIterator.gather_sync``."""
-        with _Opened(self, context) as opened:
-            while True:
-                yield from opened.round()
-                for context.source, item in opened.items:
-                    yield item
+                items = yield from opened.round()
+                if one_by_one:
+                    for context.source, item in items:
+                        yield item
+                else:
+                    context.source = None
+                    yield [item for _, item in items]
 
     def as_they_come(self, context: PlanContext, num_async: int) -> Iterator[Any]:
         """Yield items as they come; see ``ParallelIterator.gather_async``."""
@@ -86,8 +82,6 @@ class _Opened:
         self._workers, self._context, self._key = shards.workers, context, uuid4().hex
         self.live = [SourceWorker(shards.workers, index) for index in range(shards.workers.size)]
         """Workers that are not lost."""
-        self.items: list[tuple[SourceWorker, Any]] = []
-        """Items of the present round."""
         sent = (self._key, shards.method, shards.arguments, shards.transforms)
         opening = shards.workers.submit_all(_open, *sent)
         for source, call in zip(tuple(self.live), opening, strict=True):
@@ -120,18 +114,17 @@ class _Opened:
                 fix="read the log of the first loss, then resume the run from its last checkpoint",
             ) from error
 
-    def round(self) -> Iterator[NotReady]:
-        """Ask every worker for one item, and wait for all; repeat it while no worker has one."""
-        self.items = []
-        while not self.items:
+    def round(self) -> Generator[NotReady, None, list[tuple[SourceWorker, Any]]]:
+        """Ask every worker for one item, and return all; repeat it while no worker has one."""
+        while True:
             calls = {source: self.ask(source) for source in self.live}
             for call in calls.values():
                 while not call.is_ready:
                     yield NotReady(calls=(call,))
             found = [(source, self._read(source, call)) for source, call in calls.items()]
-            self.items = [each for each in found if not isinstance(each[1], NotReady)]
-            if not self.items:
-                yield NotReady.of(item for _, item in found)
+            if items := [each for each in found if not isinstance(each[1], NotReady)]:
+                return items
+            yield NotReady.of(item for _, item in found)
 
     def _read(self, source: SourceWorker, call: WorkerCall) -> Any:
         """Return a call's result; NotReady if its worker is lost."""
@@ -171,7 +164,7 @@ def transformed(
 def _open(site: Site, pool: str, key: str, method: Method, arguments: Any, transforms: Any) -> None:
     """Make the iterator of a worker."""
     worker = site.objects[pool]
-    context, items = PlanContext(worker, site.objects), _results(worker, method, arguments)
+    context, items = PlanContext(worker), _results(worker, method, arguments)
     for transform in transforms:
         items = transform(context, items)
     site.objects[key] = items
