@@ -140,8 +140,24 @@ class LocalIterator(_Transforms):
         split = PlanNode(label=label, inputs=(self.node,), copies=copies)
 
         def started(index: int, context: PlanContext) -> Iterator[Any]:
-            shared = context.shared(split, lambda: _Split(self.start(context), copies, capacity, label))
-            return shared.copy(index, context)
+            begun = context.shared(
+                split, lambda: (self.start(context), [deque[Any]() for _ in range(copies)])
+            )
+            items, held = begun
+            while True:
+                if held[index]:
+                    yield _popped(held[index], context)
+                elif slow := [place for place, each in enumerate(held) if len(each) >= capacity]:
+                    yield NotReady(
+                        why=(f"copy {slow[0]} of {label} is {capacity} items behind copy {index}",)
+                    )
+                elif isinstance(item := next(items, held), NotReady):
+                    yield item
+                elif item is held:  # the end
+                    return
+                else:
+                    for each in held:
+                        each.append((item, context.source))
 
         return tuple(
             LocalIterator(PlanNode(label=f"copy {index}", inputs=(split,)), partial(started, index))
@@ -325,30 +341,6 @@ def collect(
     return Operator(label=label, begin=begin)
 
 
-class _Split:
-    """The buffers of a duplicated iterator."""
-
-    def __init__(self, items: Iterator[Any], copies: int, capacity: int, label: str) -> None:
-        self._items, self._capacity, self._label = items, capacity, label
-        self._buffers = [deque[Any]() for _ in range(copies)]
-
-    def copy(self, index: int, context: PlanContext) -> Iterator[Any]:
-        mine = self._buffers[index]
-        while True:
-            if mine:
-                yield _popped(mine, context)
-            elif slow := [place for place, each in enumerate(self._buffers) if len(each) >= self._capacity]:
-                behind = f"copy {slow[0]} of {self._label} is {self._capacity} items behind copy {index}"
-                yield NotReady(why=(behind,))
-            elif isinstance(item := next(self._items, self), NotReady):
-                yield item
-            elif item is self:
-                return
-            else:
-                for each in self._buffers:
-                    each.append((item, context.source))
-
-
 def _merged(
     flows: Sequence[Iterator[Any]],
     context: PlanContext,
@@ -427,8 +419,8 @@ def _check_flows(
             why="without an output the plan would run for ever and never return an item",
             fix="name at least one of the flows, counted from 0",
         )
-    wrong = [each for each in weights if each != "*" and (not isinstance(each, int) or each < 1)]
-    if len(weights) != len(flows) or wrong or ("*" in weights and mode == "async"):
+    least = [1 if each == "*" and mode == "round_robin" else each for each in weights]
+    if len(least) != len(flows) or not all(isinstance(each, int) and each >= 1 for each in least):
         raise GraphError(
             f"the weights of {len(flows)} flows in mode {mode!r} are {list(weights)}",
             why="each flow takes at least 1 item in its turn; '*' is for round_robin",

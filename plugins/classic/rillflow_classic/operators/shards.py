@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,7 +43,7 @@ class WorkerShards:
 
     def rounds(self, context: PlanContext, *, one_by_one: bool) -> Iterator[Any]:
         """Yield lists of one item per worker, or their items one by one; see ``ParallelIterator``."""
-        with _Opened(self, context) as opened:
+        with closing(_Opened(self, context)) as opened:
             while True:
                 items = yield from opened.round()
                 if one_by_one:
@@ -54,24 +55,21 @@ class WorkerShards:
 
     def as_they_come(self, context: PlanContext, num_async: int) -> Iterator[Any]:
         """Yield items as they come; see ``ParallelIterator.gather_async``."""
-        with _Opened(self, context) as opened:
+        with closing(_Opened(self, context)) as opened:
             flying = {source: deque(opened.ask(source) for _ in range(num_async)) for source in opened.live}
             while True:
-                is_idle = True
-                for source, calls in tuple(flying.items()):
-                    if not calls[0].is_ready:
-                        continue
-                    is_idle = False
+                ready = [source for source, calls in flying.items() if calls[0].is_ready]
+                for source in ready:
                     try:
-                        item = calls.popleft().read()
+                        item = flying[source].popleft().read()
                     except RankLost as error:
                         del flying[source]
                         opened.lose(source, error)
                         continue
                     context.source = source
                     yield item
-                    calls.append(opened.ask(source))
-                if is_idle:
+                    flying[source].append(opened.ask(source))
+                if not ready:
                     yield NotReady(calls=tuple(calls[0] for calls in flying.values()))
 
 
@@ -87,10 +85,8 @@ class _Opened:
         for source, call in zip(tuple(self.live), opening, strict=True):
             self._read(source, call)
 
-    def __enter__(self) -> _Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Let the workers drop their iterators."""
         if self._workers.is_open:  # otherwise it ended with the backend
             for source in self.live:
                 self._workers.submit(source.index, _drop, self._key)
@@ -138,27 +134,23 @@ class _Opened:
 def transformed(
     function: Function, is_flat: bool, context: PlanContext, items: Iterator[Any]
 ) -> Iterator[Any]:
-    """Apply a function to items; an operator begins here, before the first item is asked for."""
+    """Apply a function to items."""
     label = label_of(function)
     apply = function.begin(context) if isinstance(function, Operator) else function
-
-    def results() -> Iterator[Any]:
-        for item in items:
-            if isinstance(item, NotReady):
-                yield item
-                continue
+    for item in items:
+        if isinstance(item, NotReady):
+            yield item
+            continue
+        began_s = time.perf_counter()
+        while isinstance(result := apply(item), NotReady):
+            yield result
             began_s = time.perf_counter()
-            while isinstance(result := apply(item), NotReady):
-                yield result
-                began_s = time.perf_counter()
-            context.worked(label, began_s)
-            context.moves += 1
-            if is_flat:
-                yield from result
-            else:
-                yield result
-
-    return results()
+        context.worked(label, began_s)
+        context.moves += 1
+        if is_flat:
+            yield from result
+        else:
+            yield result
 
 
 def _open(site: Site, pool: str, key: str, method: Method, arguments: Any, transforms: Any) -> None:
@@ -176,13 +168,11 @@ def _results(worker: Any, method: Method, arguments: tuple[Any, ...]) -> Iterato
         yield call(*arguments)
 
 
-def _next(site: Site, pool: str, key: str) -> Any:
+def _next(site: Site, pool: str, key: str) -> Any:  # noqa: ARG001
     """Return the next item of a worker's iterator."""
-    del pool
     return next(site.objects[key])
 
 
-def _drop(site: Site, pool: str, key: str) -> None:
+def _drop(site: Site, pool: str, key: str) -> None:  # noqa: ARG001
     """Forget a worker's iterator."""
-    del pool
     site.objects.pop(key, None)
