@@ -17,8 +17,8 @@ from rillflow.records.metrics import Max, Metrics, merge_metrics
 from rillflow.workers.backend import RankLost, Replacement
 from rillflow_classic.checkpointed import CheckpointedObjects
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext
-from rillflow_classic.operators.iterators import LocalIterator, from_function
-from rillflow_classic.operators.steps import Rollout, async_rollouts, bulk_sync_rollouts, join
+from rillflow_classic.operators.iterators import LocalIterator, from_function, from_workers
+from rillflow_classic.operators.steps import Rollout, join
 from rillflow_classic.policy import Learner
 from rillflow_classic.streams.stream import UNLIMITED, Received, Transport
 from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet, check_calls
@@ -60,9 +60,9 @@ class CallSystem:
         """See System."""
         match mode:
             case "bulk_sync":
-                return bulk_sync_rollouts(self.actors)
+                return from_workers(self.actors, "sample").batch_across_workers().for_each(join)
             case "async":
-                return async_rollouts(self.actors, num_async=num_async)
+                return from_workers(self.actors, "sample").gather_async(num_async)
         raise unknown_mode(mode)
 
     def publish(self, learner: Learner | None = None) -> None:

@@ -75,20 +75,15 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
             what, why = f"environment.id is {config.id!r}", f"{module} has no class {name!r}"
             raise ConfigError(what, why=why, fix=nearest(name, classes))
         is_single = inspect.isclass(make) and issubclass(make, gymnasium.Env)
-        found = "gymnasium" if is_single else "parallel"
-        return CatalogEntry(
-            provider=found if config.provider == "auto" else config.provider, name=name, make=make
-        )
+        found = {"auto": "gymnasium" if is_single else "parallel"}
+        return CatalogEntry(provider=found.get(config.provider, config.provider), name=name, make=make)
     pools = envpool_ids() if config.provider in ("auto", "envpool") and not module else frozenset()
     ids = gymnasium_ids() if config.provider in ("auto", "gymnasium") else frozenset()
     plain = name.removeprefix(ATARI)
-    for provider, has, each in (
-        ("envpool", pools, plain),
-        ("gymnasium", ids, name),
-        ("gymnasium", ids, ATARI + plain),
-    ):
-        if each in has:
-            return CatalogEntry(provider=provider, name=each)
+    if plain in pools:
+        return CatalogEntry(provider="envpool", name=plain)
+    if there := [each for each in (name, ATARI + plain) if each in ids]:
+        return CatalogEntry(provider="gymnasium", name=there[0])
     shipped = SHIPPED if config.provider in ("auto", "parallel") else ()
     spelled = {each.lower(): each for each in (*shipped, *pools, *ids)}
     close = difflib.get_close_matches(config.id.lower(), spelled, n=1)

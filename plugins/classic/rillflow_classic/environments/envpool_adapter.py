@@ -72,8 +72,9 @@ class EnvPoolEnvironment(SlotsBase):
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of float64 bounds
-            spaces = array_space(spec.gymnasium_observation_space, name), spec.gymnasium_action_space
-        super().__init__(("",) * num_slots, *spaces)
+            observed = array_space(spec.gymnasium_observation_space, f"the observations of {name!r}")
+            actions = array_space(spec.gymnasium_action_space, f"the actions of {name!r}")
+        super().__init__(("",) * num_slots, observed, actions)
         look = {"render_mode": "rgb_array"} if shows and self.stacks else {}
         self._shows, self._dtype = bool(look), self.observation_space.dtype
         self._make: Callable[..., Any] = partial(

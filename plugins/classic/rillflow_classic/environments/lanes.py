@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 
 from rillflow.errors import ConfigError
-from rillflow_classic.environments.vector import EnvironmentFailure, SlotsBase, Space, Stepped, array_space
+from rillflow_classic.environments.vector import EnvironmentFailure, SlotsBase, Stepped, array_space
 from rillflow_classic.fragment import Array
 
 
@@ -27,12 +27,13 @@ class Lane(ABC):
         environment: the user's object.
         name: its id, for errors.
         agents: name of the agent of each slot.
-        spaces: space of an observation as the environment declares it, and of an action.
+        spaces: spaces of an observation and of an action as the environment declares them.
     """
 
-    def __init__(self, environment: Any, name: str, agents: Sequence[str], spaces: tuple[Any, Space]) -> None:
+    def __init__(self, environment: Any, name: str, agents: Sequence[str], spaces: tuple[Any, Any]) -> None:
         self._environment, self.name, self.agents = environment, name, agents
-        self.observation_space, self.action_space = array_space(spaces[0], name), spaces[1]
+        self.observation_space = array_space(spaces[0], f"the observations of {name!r}")
+        self.action_space = array_space(spaces[1], f"the actions of {name!r}")
         self._shape, self._dtype = self.observation_space.shape, np.dtype(self.observation_space.dtype)
 
     @abstractmethod

@@ -92,11 +92,8 @@ class SlotsBase(VectorEnvironment):
     Args:
         agents: name of the agent of every slot.
         observation_space: space of one slot's observation.
-        action_space: space of one slot's action, Discrete or Box.
+        action_space: space of one slot's action; both are of ``array_space``.
         first: number of the first slot, for errors and episodes.
-
-    Raises:
-        ConfigError: the actions are of another kind.
     """
 
     def __init__(
@@ -111,14 +108,8 @@ class SlotsBase(VectorEnvironment):
         self._high: Any
         if isinstance(action_space, gymnasium.spaces.Box):
             self._low, self._high, self._kinds = action_space.low, action_space.high, "fiu"
-        elif isinstance(action_space, gymnasium.spaces.Discrete) and action_space.start == 0:
-            self._low, self._high, self._kinds = 0, int(action_space.n) - 1, "iu"
         else:
-            raise ConfigError(
-                f"the environment's actions are {action_space}",
-                why="a policy writes Discrete actions from 0 on, or Box actions",
-                fix="wrap the environment so that its actions are one of these",
-            )
+            self._low, self._high, self._kinds = 0, int(action_space.n) - 1, "iu"  # type: ignore[attr-defined]
 
     def _begun(self) -> None:
         """Forget all episodes: every slot has reset."""
@@ -195,20 +186,21 @@ class SlotsBase(VectorEnvironment):
             )
 
 
-def array_space(space: object, name: str) -> Space:
-    """Return the space of observations as one array; float64 becomes float32.
+def array_space(space: Space, what: str) -> Space:
+    """Return a space whose values are one array; float64 becomes float32.
 
     Raises:
-        ConfigError: observations are none, such as a Dict.
+        ConfigError: the space is another one than a Box, or a Discrete from 0 on; ``what`` names it.
     """
     if isinstance(space, gymnasium.spaces.Box) and space.dtype == np.float64:
         with np.errstate(over="ignore"):
             low, high = space.low.astype(np.float32), space.high.astype(np.float32)
         return gymnasium.spaces.Box(low, high, dtype=np.float32)
-    if isinstance(space, gymnasium.spaces.Box | gymnasium.spaces.Discrete):
+    is_discrete = isinstance(space, gymnasium.spaces.Discrete) and space.start == 0
+    if is_discrete or isinstance(space, gymnasium.spaces.Box):
         return space
     raise ConfigError(
-        f"environment.id is {name!r}, and its observations are {space}",
-        why="an observation is one array",
-        fix="wrap the environment with gymnasium.wrappers.FlattenObservation in a class of your own",
+        f"{what} are {space}",
+        why="an observation or an action is one array of a Box, or a number of a Discrete from 0 on",
+        fix="wrap the environment, for example with gymnasium.wrappers.FlattenObservation, in a class",
     )

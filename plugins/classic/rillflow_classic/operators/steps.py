@@ -40,21 +40,11 @@ class WorkerGradients:
     """Version of the weights that acted and that have these gradients."""
 
 
-def bulk_sync_rollouts(workers: WorkerSet[Any]) -> LocalIterator:
-    """Return rollouts of all actors side by side; no actor runs between two of them."""
-    return from_workers(workers, "sample").batch_across_workers().for_each(join)
-
-
-def async_rollouts(workers: WorkerSet[Any], *, num_async: int = 1) -> LocalIterator:
-    """Return rollouts of single actors as they come, with ``num_async`` calls in flight at each."""
-    return from_workers(workers, "sample").gather_async(num_async)
-
-
-def join(rollouts: Sequence[Rollout]) -> Rollout:
+def join(rollouts: Sequence[Any]) -> Rollout:
     """Return rollouts of several actors side by side, by policy if they have several."""
     if isinstance(rollouts[0], Fragment):
-        return joined(rollouts)  # type: ignore[arg-type]
-    return {name: joined([each[name] for each in rollouts]) for name in rollouts[0]}  # type: ignore[index]
+        return joined(rollouts)
+    return {name: joined([each[name] for each in rollouts]) for name in rollouts[0]}
 
 
 def select(policy: str) -> Operator:
