@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -34,13 +34,12 @@ class NotReady:
         return bool(self.calls) or self.polls
 
     @classmethod
-    def of(cls, each: Iterable[NotReady]) -> NotReady:
+    def of(cls, each: Sequence[NotReady]) -> NotReady:
         """Return the state of a plan that waits for any of several."""
-        found = tuple(each)
         return cls(
-            calls=tuple(call for one in found for call in one.calls),
-            polls=any(one.polls for one in found),
-            why=tuple(dict.fromkeys(why for one in found for why in one.why)),
+            calls=tuple(call for one in each for call in one.calls),
+            polls=any(one.polls for one in each),
+            why=tuple(dict.fromkeys(why for one in each for why in one.why)),
         )
 
 

@@ -61,10 +61,7 @@ class _Transforms(ABC):
     def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
         """Apply a function; if ``is_flat``, each element of its result is an item."""
         queue = function.queue if isinstance(function, Operator) else None
-        above = self.node
-        node = PlanNode(
-            label=label, inputs=(above,), role=above.role, queue=queue, is_parallel=above.is_parallel
-        )
+        node = replace(self.node, label=label, inputs=(self.node,), queue=queue, initial=0)
         return self._applied(node, partial(transformed, function, is_flat))
 
     def for_each(self, function: Function) -> Self:
@@ -140,17 +137,14 @@ class LocalIterator(_Transforms):
         split = PlanNode(label=label, inputs=(self.node,), copies=copies)
 
         def started(index: int, context: PlanContext) -> Iterator[Any]:
-            begun = context.shared(
-                split, lambda: (self.start(context), [deque[Any]() for _ in range(copies)])
-            )
-            items, held = begun
+            items = context.shared(split, lambda: self.start(context))
+            held = context.shared((split, copies), lambda: [deque[Any]() for _ in range(copies)])
             while True:
                 if held[index]:
                     yield _popped(held[index], context)
                 elif slow := [place for place, each in enumerate(held) if len(each) >= capacity]:
-                    yield NotReady(
-                        why=(f"copy {slow[0]} of {label} is {capacity} items behind copy {index}",)
-                    )
+                    why = f"copy {slow[0]} of {label} is {capacity} items behind copy {index}"
+                    yield NotReady(why=(why,))
                 elif isinstance(item := next(items, held), NotReady):
                     yield item
                 elif item is held:  # the end
@@ -159,10 +153,8 @@ class LocalIterator(_Transforms):
                     for each in held:
                         each.append((item, context.source))
 
-        return tuple(
-            LocalIterator(PlanNode(label=f"copy {index}", inputs=(split,)), partial(started, index))
-            for index in range(copies)
-        )
+        ends = [PlanNode(label=f"copy {index}", inputs=(split,)) for index in range(copies)]
+        return tuple(LocalIterator(node, partial(started, index)) for index, node in enumerate(ends))
 
     def _applied(self, node: PlanNode, transform: Transform) -> Self:
         return type(self)(node, lambda context: transform(context, self.start(context)))
@@ -206,11 +198,8 @@ class ParallelIterator(_Transforms):
 
     def _applied(self, node: PlanNode, transform: Transform) -> Self:
         if node.queue is not None:
-            raise GraphError(
-                f"{node.label} runs on {node.role}",
-                why="a queue is in the controller's process",
-                fix="fill it after a gather",
-            )
+            why, fix = "a queue is in the controller's process", "fill it after a gather"
+            raise GraphError(f"{node.label} runs on {node.role}", why=why, fix=fix)
         return type(self)(node, replace(self._shards, transforms=(*self._shards.transforms, transform)))
 
 

@@ -120,7 +120,7 @@ class _Opened:
             found = [(source, self._read(source, call)) for source, call in calls.items()]
             if items := [each for each in found if not isinstance(each[1], NotReady)]:
                 return items
-            yield NotReady.of(item for _, item in found)
+            yield NotReady.of([item for _, item in found])
 
     def _read(self, source: SourceWorker, call: WorkerCall) -> Any:
         """Return a call's result; NotReady if its worker is lost."""
