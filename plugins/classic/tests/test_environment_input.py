@@ -110,7 +110,7 @@ def test_continuous_actions_are_clipped_and_nan_is_refused(provider: str) -> Non
         ),
         (
             {"id": f"{FAULTY}:Team", "arguments": {"spaces": "different"}},
-            "agents 'a' and 'c' of Team have diff",
+            "agents of Team have different spaces: .'a'.*'c'",
         ),
         (
             {"id": "Blackjack-v1", "provider": "gymnasium"},

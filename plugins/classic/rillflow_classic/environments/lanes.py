@@ -110,14 +110,12 @@ class ParallelLane(Lane):
     def __init__(self, environment: Any, name: str, time_limit: int | None = None) -> None:
         self._keys = tuple(environment.possible_agents)
         spaces = [(environment.observation_space(key), environment.action_space(key)) for key in self._keys]
-        for key, other in zip(self._keys, spaces, strict=True):
-            if other != spaces[0]:
-                raise ConfigError(
-                    f"agents {self._keys[0]!r} and {key!r} of {name} have different spaces: "
-                    f"{spaces[0]} and {other}",
-                    why="the slots of an environment share their arrays",
-                    fix="pad observations and actions to one space in a class of your own",
-                )
+        if any(each != spaces[0] for each in spaces):
+            raise ConfigError(
+                f"the agents of {name} have different spaces: {dict(zip(self._keys, spaces, strict=True))}",
+                why="the slots of an environment share their arrays",
+                fix="pad observations and actions to one space in a class of your own",
+            )
         super().__init__(environment, name, tuple(map(str, self._keys)), spaces[0])
         self._limit, self._length = time_limit, 0
         self._live: dict[Any, int] = {}

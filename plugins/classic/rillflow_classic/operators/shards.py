@@ -60,11 +60,9 @@ class WorkerShards:
             while True:
                 ready = [source for source, calls in flying.items() if calls[0].is_ready]
                 for source in ready:
-                    try:
-                        item = flying[source].popleft().read()
-                    except RankLost as error:
+                    item = opened.read(source, flying[source].popleft())
+                    if source not in opened.live:
                         del flying[source]
-                        opened.lose(source, error)
                         continue
                     context.source = source
                     yield item
@@ -83,7 +81,7 @@ class _Opened:
         sent = (self._key, shards.method, shards.arguments, shards.transforms)
         opening = shards.workers.submit_all(_open, *sent)
         for source, call in zip(tuple(self.live), opening, strict=True):
-            self._read(source, call)
+            self.read(source, call)
 
     def close(self) -> None:
         """Let the workers drop their iterators."""
@@ -95,21 +93,6 @@ class _Opened:
         """Ask a worker for its next item."""
         return self._workers.submit(source.index, _next, self._key)
 
-    def lose(self, source: SourceWorker, error: RankLost) -> None:
-        """Leave a worker out.
-
-        Raises:
-            ClusterError: it was the last one.
-        """
-        self.live.remove(source)
-        self._context.lost(source, error)
-        if not self.live:
-            raise ClusterError(
-                f"all {self._workers.size} workers of {self._workers.pool} are lost",
-                why=f"the last one {error.what}",
-                fix="read the log of the first loss, then resume the run from its last checkpoint",
-            ) from error
-
     def round(self) -> Generator[NotReady, None, list[tuple[SourceWorker, Any]]]:
         """Ask every worker for one item, and return all; repeat it while no worker has one."""
         while True:
@@ -117,18 +100,29 @@ class _Opened:
             for call in calls.values():
                 while not call.is_ready:
                     yield NotReady(calls=(call,))
-            found = [(source, self._read(source, call)) for source, call in calls.items()]
+            found = [(source, self.read(source, call)) for source, call in calls.items()]
             if items := [each for each in found if not isinstance(each[1], NotReady)]:
                 return items
             yield NotReady.of([item for _, item in found])
 
-    def _read(self, source: SourceWorker, call: WorkerCall) -> Any:
-        """Return a call's result; NotReady if its worker is lost."""
+    def read(self, source: SourceWorker, call: WorkerCall) -> Any:
+        """Return a call's result; NotReady if its worker is lost, which is left out from then on.
+
+        Raises:
+            ClusterError: it was the last one.
+        """
         try:
             return call.read(DEADLINE_S)
         except RankLost as error:
-            self.lose(source, error)
-            return NotReady()
+            self.live.remove(source)
+            self._context.lost(source, error)
+            if self.live:
+                return NotReady()
+            raise ClusterError(
+                f"all {self._workers.size} workers of {self._workers.pool} are lost",
+                why=f"the last one {error.what}",
+                fix="read the log of the first loss, then resume the run from its last checkpoint",
+            ) from error
 
 
 def transformed(
