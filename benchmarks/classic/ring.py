@@ -43,7 +43,7 @@ from stream_parts import (
     TRANSPORTS,
     BusyEnvironment,
     SleepyPolicy,
-    Workload,
+    StreamWorkload,
     make_actor,
     make_policy_threads,
     make_policy_worker,
@@ -57,13 +57,13 @@ from rillflow_classic.streams.stream import FragmentSource, StreamSpec
 from rillflow_classic.worker_set import WorkerSet
 from rillflow_classic.workers.recording import ArraySpec, fragment_of, layout_of
 
-SMALLEST = ["ring --rounds 1 --seconds 0.3 --sizes 1 2 --workloads fast", "streams --rounds 1 --seconds 0.2"]
+SMALLEST = ["ring --rounds 1 --seconds 0.5 --sizes 1 2 --workloads fast", "streams --rounds 1 --seconds 0.2"]
 NEEDS = ["envpool", "rillflow_classic"]
 WEIGHTS = {"nothing": np.zeros(1, np.float32)}
 WORKLOADS = {
-    "fast": Workload(name="fast", step_s=1e-4, batch_s=1e-3),
-    "slow": Workload(name="slow", step_s=2e-3, batch_s=1e-3),
-    "Pong": Workload(name="Pong", environment="ALE/Pong-v5", network=NetworkConfig(kind="cnn")),
+    "fast": StreamWorkload(name="fast", step_s=1e-4, batch_s=1e-3),
+    "slow": StreamWorkload(name="slow", step_s=2e-3, batch_s=1e-3),
+    "Pong": StreamWorkload(name="Pong", environment="ALE/Pong-v5", network=NetworkConfig(kind="cnn")),
 }
 IMAGES = (32, 8, 4, 84, 84)
 
@@ -90,7 +90,7 @@ def main() -> None:
     print(text)
 
 
-def ring_table(workload: Workload, asked: argparse.Namespace) -> str:
+def ring_table(workload: StreamWorkload, asked: argparse.Namespace) -> str:
     """Return the table of one workload."""
     forms = {size: (size, 1) if workload.network is None and size > 1 else (1,) for size in asked.sizes}
     found: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -128,7 +128,7 @@ def ring_table(workload: Workload, asked: argparse.Namespace) -> str:
     return "\n".join([*rows, ""])
 
 
-def step_s(workload: Workload, seconds: float) -> float:
+def step_s(workload: StreamWorkload, seconds: float) -> float:
     """Return the time of one step of one environment."""
     environment = workload.make_environment()
     environment.reset(0)
@@ -142,7 +142,7 @@ def step_s(workload: Workload, seconds: float) -> float:
 
 
 def polled(
-    backend: Backend, workload: Workload, ring: int, workers: int, seconds: float
+    backend: Backend, workload: StreamWorkload, ring: int, workers: int, seconds: float
 ) -> tuple[float, float]:
     """Return frames per second and the idle share of an actor with a ring."""
     weights = weights_of(workload)
@@ -163,7 +163,7 @@ def polled(
         transport.close()
 
 
-def weights_of(workload: Workload) -> Any:
+def weights_of(workload: StreamWorkload) -> Any:
     """Return the weights of a workload's policy."""
     environment = workload.make_environment()
     policy = workload.make_policy(environment)
@@ -200,7 +200,7 @@ def streams_table(rounds: int, seconds: float) -> str:
 
 def request_us(kind: str, seconds: float) -> float:
     """Return microseconds from a request to its answer; over processes if the transport can."""
-    workload = Workload(name="request")
+    workload = StreamWorkload(name="request")
     spec = workload.spec(ring=1, workers=1, weights=WEIGHTS)
     transport = transport_of(kind, spec)
     transport.writer().publish("policy", 0, WEIGHTS)
@@ -300,8 +300,8 @@ def make_sender(transport: Any, index: int) -> Sender:
 def machine() -> str:
     """Return the machine, and how busy it was before the measurement."""
     return (
-        f"{platform.machine()}, Python {platform.python_version()}, {os.cpu_count()} cores; load average of the "
-        f"last 15 minutes before the start: {os.getloadavg()[2]:.1f}."
+        f"{platform.machine()}, Python {platform.python_version()}, {os.cpu_count()} cores; load average "
+        f"of the 15 minutes before the start: {os.getloadavg()[2]:.1f}."
     )
 
 

@@ -92,7 +92,7 @@ class SleepyPolicy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class StreamWorkload:
     """An environment, a policy and the sizes of the streams."""
 
     name: str
@@ -147,7 +147,9 @@ def transport_of(kind: str, spec: StreamSpec) -> Transport:
     )
 
 
-def make_actor(workload: Workload, transport: Transport, has_policy: bool, core: int, index: int) -> Actor:
+def make_actor(
+    workload: StreamWorkload, transport: Transport, has_policy: bool, core: int, index: int
+) -> Actor:
     """Return an actor on its streams."""
     on_core(core)
     ring = [workload.make_environment() for _ in range(transport.spec.ring)]
@@ -163,7 +165,7 @@ def make_actor(workload: Workload, transport: Transport, has_policy: bool, core:
     )
 
 
-def make_policy_worker(workload: Workload, transport: Transport, core: int, index: int) -> PolicyWorker:
+def make_policy_worker(workload: StreamWorkload, transport: Transport, core: int, index: int) -> PolicyWorker:
     """Return a policy worker on its streams."""
     on_core(core)
     environment = workload.make_environment()
@@ -185,7 +187,9 @@ class PolicyThreads:
             list(threads.map(lambda worker: worker.poll(budget_s), self._workers))
 
 
-def make_policy_threads(workload: Workload, transport: Transport, core: int, index: int) -> PolicyThreads:
+def make_policy_threads(
+    workload: StreamWorkload, transport: Transport, core: int, index: int
+) -> PolicyThreads:
     """Return all policy workers of the streams, in one process."""
     del index
     count = transport.spec.workers

@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from measured_at import below_title, line
 from ring import machine, whole
-from stream_parts import Workload, make_actor, make_policy_worker, on_core, transport_of
+from stream_parts import StreamWorkload, make_actor, make_policy_worker, on_core, transport_of
 
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.inline import InlineBackend
@@ -49,8 +49,8 @@ from rillflow_classic.workers.policy_worker import PolicyWorker
 
 SMALLEST = ["--networks mlp_64 --styles calls trainer --rounds 1 --seconds 0.3"]
 NEEDS = ["envpool", "rillflow_classic"]
-CARTPOLE = Workload(name="", environment="CartPole-v1", slots=16, steps=64)
-PONG = Workload(name="", environment="Pong-v5", slots=8, steps=16)
+CARTPOLE = StreamWorkload(name="", environment="CartPole-v1", slots=16, steps=64)
+PONG = StreamWorkload(name="", environment="Pong-v5", slots=8, steps=16)
 NETWORKS = {
     "mlp_64": replace(CARTPOLE, network=NetworkConfig(kind="mlp", hidden=(64, 64))),
     "mlp_512": replace(CARTPOLE, network=NetworkConfig(kind="mlp", hidden=(512, 512))),
@@ -98,7 +98,7 @@ def main() -> None:
     print(text)
 
 
-def measured(style: str, workload: Workload, seconds: float) -> tuple[float, float]:
+def measured(style: str, workload: StreamWorkload, seconds: float) -> tuple[float, float]:
     """Return trained frames per second, and the mean lag of the trained frames."""
     with ExitStack() as stack:
         learner = learner_of(workload)
@@ -122,7 +122,7 @@ def measured(style: str, workload: Workload, seconds: float) -> tuple[float, flo
     raise AssertionError("rollouts do not end")
 
 
-def learner_of(workload: Workload) -> OnPolicyLearner:
+def learner_of(workload: StreamWorkload) -> OnPolicyLearner:
     """Return a learner of one pass in one minibatch."""
     environment = workload.make_environment()
     inputs = LearnerInputs(
@@ -136,7 +136,7 @@ def learner_of(workload: Workload) -> OnPolicyLearner:
     return OnPolicyLearner(inputs)
 
 
-def serial(workload: Workload, learner: OnPolicyLearner, stack: ExitStack) -> CallSystem:
+def serial(workload: StreamWorkload, learner: OnPolicyLearner, stack: ExitStack) -> CallSystem:
     """Return actors that are called in this process, one after the other."""
     backend = InlineBackend()
     backend.open([Pool(name="actors", size=1)])
@@ -144,14 +144,14 @@ def serial(workload: Workload, learner: OnPolicyLearner, stack: ExitStack) -> Ca
     return CallSystem(WorkerSet(backend, "actors", partial(make_called, workload)), {"policy": learner})
 
 
-def make_called(workload: Workload, index: int) -> Actor:
+def make_called(workload: StreamWorkload, index: int) -> Actor:
     """Return an actor without streams, with the same environments."""
     ring = [workload.make_environment() for _ in range(RING)]
     return Actor(ring, {"policy": workload.make_policy(ring[0])}, workload.steps, index=index)
 
 
 def streamed(
-    style: str, workload: Workload, learner: OnPolicyLearner, stack: ExitStack, *, prefetch: bool
+    style: str, workload: StreamWorkload, learner: OnPolicyLearner, stack: ExitStack, *, prefetch: bool
 ) -> StreamSystem:
     """Return an actor process, and a policy worker process if the style has one."""
     weights = learner.weights()

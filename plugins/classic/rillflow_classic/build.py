@@ -30,6 +30,7 @@ from rillflow_classic.environments.catalog import located
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.environments.vector import Space
+from rillflow_classic.executor.system import StaticSystem
 from rillflow_classic.fragment import Array
 from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.policy import ActorPolicy, Learner
@@ -168,9 +169,14 @@ def make_trainer(parts: Parts, rank: int) -> RankLearner:
     return cast(RankLearner, next(iter(parts.learners().values())))
 
 
-def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
+def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem | StaticSystem:
     """Start the workers, which end with the stack, and return the system of a run."""
     workers = parts.workers
+    if workers.executor == "static":
+        made = [make_actor(parts, None, index) for index in range(workers.actors)]
+        static = StaticSystem(made, parts.learners(), workers.threads)
+        stack.callback(static.close)
+        return static
     backend = BACKENDS[workers.place]()
     stack.callback(backend.close)
     pools = [Pool(name=ACTORS, size=workers.actors, world=1)]

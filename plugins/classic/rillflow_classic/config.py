@@ -48,6 +48,15 @@ class ActorsConfig(Section):
         1, gt=0, description="Fragments of a batch, for plans that take fragments of a stream as they come."
     )
     trainers: int = Field(1, gt=0, description="Ranks of the trainer, data-parallel.")
+    executor: Literal["pull", "static"] = Field(
+        "pull",
+        description="How all actors are run: by calls, or as a static plan on threads of this process.",
+    )
+    threads: int = Field(
+        1,
+        gt=0,
+        description='Threads that step the actors, for executor = "static"; results do not depend on it.',
+    )
 
 
 class EpisodesConfig(Section):

@@ -92,7 +92,7 @@ def play(player: GreedyPlayer, num_slots: int, episodes: int) -> list[FinishedEp
 
 
 def judged_episodes(played: Sequence[FinishedEpisode], success: float | None) -> Evaluation:
-    """Summarise episodes.
+    """Summarise episodes; returns that are all equal have an interval without width.
 
     Args:
         played: the episodes.
@@ -105,7 +105,7 @@ def judged_episodes(played: Sequence[FinishedEpisode], success: float | None) ->
         correct=None if success is None else sum(each >= success for each in returns),
         is_accuracy=False,
         is_return=True,
-        interval=mean_interval(returns),
+        interval=mean_interval(returns) or ((returns[0], returns[0]) if len(returns) > 1 else None),
         more={
             "length_mean": fmean(each.length for each in played),
             "return_min": min(returns),

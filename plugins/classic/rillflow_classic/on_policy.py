@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -73,6 +73,22 @@ class _Experience:
     """[T, N] bool: rows before which an LSTM's state is zero again."""
     state: Tensor | None
     """[N, 2, H] recurrent state before step 0."""
+    metrics: Mapping[str, Metric]
+    """Of the estimates; they replace those of the minibatches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """What a learner derives from a fragment before its first minibatch."""
+
+    logprobs: Tensor
+    """[T, N] log probabilities that a ratio of 1 has."""
+    advantages: Tensor
+    """[T, N]."""
+    returns: Tensor
+    """[T, N] targets of the value function."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Metrics that replace those of the minibatches."""
 
 
 class OnPolicyLearner:
@@ -119,7 +135,8 @@ class OnPolicyLearner:
         self.version += 1
         self.policy.version = self.version
         passed = self._settings.epochs * float(experience.valid.sum())
-        return {**_metrics(totals, passed, norms), **fragment_metrics(data, self.version - 1)}
+        found = _metrics(totals, passed, norms) | fragment_metrics(data, self.version - 1)
+        return found | dict(experience.metrics)
 
     def gradients(self, data: Fragment) -> tuple[list[Tensor], Metrics]:
         """Return the gradient of every parameter for a whole fragment as one minibatch, without a step."""
@@ -131,7 +148,8 @@ class OnPolicyLearner:
         terms = self._backward(experience, part, self._counts(experience, [part])[0])
         copies = _views(self._gradient.clone(), self.network)
         passed = float(experience.valid.sum())
-        return copies, {**_metrics(terms, passed, []), **fragment_metrics(data, self.version)}
+        found = _metrics(terms, passed, []) | fragment_metrics(data, self.version)
+        return copies, found | dict(experience.metrics)
 
     def apply(self, gradients: list[Tensor]) -> None:
         """Take one optimiser step with given gradients.
@@ -175,44 +193,44 @@ class OnPolicyLearner:
 
     @torch.no_grad()
     def _experience(self, data: Fragment) -> _Experience:
-        """Return a fragment as tensors, with advantages from the values of the policy that acted."""
-        settings = self._settings
-        observations, actions, rewards, terminated, truncated, valid = (
-            as_tensor(each)
-            for each in (
-                data.observations,
-                data.actions,
-                data.rewards,
-                data.terminated,
-                data.truncated,
-                data.valid,
-            )
-        )
-        state = None if data.state is None else as_tensor(data.state)
-        starts = torch.zeros(len(observations), len(rewards[0]), dtype=torch.bool)
+        """Return a fragment as tensors, with its estimates."""
+        valid = as_tensor(data.valid)
+        starts = torch.zeros(len(valid) + 1, valid.shape[1], dtype=torch.bool)
         starts[1:] = ~valid
-        if state is None:
-            last = self.network(observations[-1]).values
-            values = torch.cat([as_tensor(data.outputs["values"]), last[None]])
-        else:
-            values = self.network.unroll(observations, state, starts).values.view(starts.shape)
-        advantages = gae(
-            rewards, values, terminated, truncated, valid, gamma=settings.gamma, lam=settings.lam
-        )
-        returns = advantages + values[:-1]
-        if settings.normalise_advantages:
+        found = self.estimates(data, starts)
+        advantages = found.advantages
+        if self._settings.normalise_advantages:
             total = moments(advantages, valid)
             self.ranks.sum_([total])
             advantages = scaled(advantages, valid, total)
-        columns = torch.stack([as_tensor(data.outputs["logprobs"]), advantages, returns], dim=-1)
         return _Experience(
-            observations=observations[:-1],
-            actions=actions,
-            columns=columns,
+            observations=as_tensor(data.observations)[:-1],
+            actions=as_tensor(data.actions),
+            columns=torch.stack([found.logprobs, advantages, found.returns], dim=-1),
             valid=valid,
             starts=starts[:-1],
-            state=state,
+            state=None if data.state is None else as_tensor(data.state),
+            metrics=found.metrics,
         )
+
+    def estimates(self, data: Fragment, starts: Tensor) -> Estimates:
+        """Return advantages and returns from the values of the policy that acted.
+
+        Args:
+            data: the fragment.
+            starts: [T + 1, N] bool: rows before which an LSTM's state is zero again.
+        """
+        observations = as_tensor(data.observations)
+        if data.state is None:
+            last = self.network(observations[-1]).values
+            values = torch.cat([as_tensor(data.outputs["values"]), last[None]])
+        else:
+            values = self.network.unroll(observations, as_tensor(data.state), starts).values
+        values = values.view(starts.shape)
+        settings = self._settings
+        advantages = gae(values=values, gamma=settings.gamma, lam=settings.lam, **steps_of(data))
+        logprobs = as_tensor(data.outputs["logprobs"])
+        return Estimates(logprobs=logprobs, advantages=advantages, returns=advantages + values[:-1])
 
     def _minibatches(self, experience: _Experience) -> list[Tensor]:
         """Return this rank's part of every minibatch: rows t * N + n, or slots n with an LSTM.
@@ -323,6 +341,12 @@ def as_tensor(array: Array) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
+def steps_of(data: Fragment) -> dict[str, Tensor]:
+    """Return the arguments of the formulas that a fragment has, by name."""
+    names = ("rewards", "terminated", "truncated", "valid")
+    return {name: as_tensor(getattr(data, name)) for name in names}
+
+
 def fragment_metrics(data: Fragment, version: int) -> dict[str, Metric]:
     """Return what a fragment says about acting, if weights of a version learn from it."""
     returns = [episode.total_reward for episode in data.episodes]
@@ -337,11 +361,9 @@ def fragment_metrics(data: Fragment, version: int) -> dict[str, Metric]:
 
 
 def _metrics(totals: Tensor, count: float, norms: Sequence[float]) -> dict[str, Metric]:
-    names = ("loss", "value_loss", "entropy", "kl", "clipped")
+    names = ("loss/mean", "value_loss/mean", "entropy/mean", "approximate_kl/mean", "clipped/share")
     values = zip(names, totals.tolist(), strict=True)
-    means: dict[str, Metric] = {
-        f"policy/{name}/mean": Mean(total=total, count=count) for name, total in values
-    }
+    means: dict[str, Metric] = {f"policy/{name}": Mean(total=total, count=count) for name, total in values}
     return means | {"policy/gradient_norm/mean": Mean(total=sum(norms), count=len(norms))}
 
 

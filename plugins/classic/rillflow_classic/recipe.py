@@ -254,6 +254,8 @@ def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Itera
             why="trainer ranks are processes of their own, and this process acts for none of them",
             fix='set workers.place = "process" and workers.inference = "actor"',
         )
+    if workers.executor == "static":
+        yield from _of_static(workers, algorithm)
     if recipe.population is not None:
         yield from _of_population(recipe.population, recipe)
     if workers.inference != "actor" and workers.transport == "calls":
@@ -267,6 +269,22 @@ def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Itera
             "workers.transport is 'shared_memory' and workers.place is 'ray'",
             why="workers of several machines share no memory",
             fix='set workers.transport = "tcp"',
+        )
+
+
+def _of_static(workers: ActorsConfig, algorithm: ClassicAlgorithm) -> Iterator[ConfigError]:
+    if workers.place != "inline" or workers.transport != "calls":
+        yield ConfigError(
+            f"workers.executor is 'static', workers.place is {shown(workers.place)} and workers.transport is "
+            f"{shown(workers.transport)}",
+            why="a static plan runs the actors on threads of this process, and passes fragments by reference",
+            fix='set workers.place = "inline" and workers.transport = "calls", or workers.executor = "pull"',
+        )
+    if algorithm.calls_actors or algorithm.pools:
+        yield ConfigError(
+            f"workers.executor is 'static' and algorithm.name is {shown(algorithm.name)}",
+            why="its plan calls workers as their results come, and a static plan has a fixed pattern",
+            fix='set workers.executor = "pull"',
         )
 
 

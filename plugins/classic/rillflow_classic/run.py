@@ -33,7 +33,7 @@ from rillflow.config.problems import together
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from rillflow.controller.interrupt import Interruption, RunStage
 from rillflow.errors import Interrupted, RillflowError
-from rillflow.records.metrics import Metrics
+from rillflow.records.metrics import Mean, Metrics
 from rillflow.runs import layout
 from rillflow.runs.environment import environment
 from rillflow.runs.progress import Progress
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 MAY_CHANGE = (
     *("algorithm.steps", "environment.run", "environment.processes", "environment.step_timeout_s"),
+    "workers.threads",
     *(f"run.{name}" for name in ("dir", "tags", "threads", "keep_checkpoints", "trackers")),
     *(f"evaluate.{name}" for name in ("every", "episodes", "success", "video")),
 )
@@ -214,7 +215,7 @@ class ClassicLoop:
         items = plan.run(context)
         while step < last:
             began_s, elapsed_s = time.perf_counter(), self._run_directory.elapsed_s()
-            metrics, step = {**next(items), **context.take_metrics()}, step + 1
+            metrics, step = counted({**next(items), **context.take_metrics()}), step + 1
             took_s = time.perf_counter() - began_s
             self._run_directory.log_metrics(step, self._name, metrics)
             for span in spans_of(context.take_work(), step, began_s, took_s, elapsed_s):
@@ -318,6 +319,11 @@ def spans_of(
         rank = RankSpan(rank=0, start_s=start_s, duration_s=each.spent_s, rows=0, tokens=0)
         spans.append(SpanRecord.of_ranks([rank], 1, step=step, stage=stage, pool="controller", after=()))
     return spans
+
+
+def counted(metrics: Metrics) -> Metrics:
+    """Leave out the means of nothing, such as the return in a step in which no episode ended."""
+    return {name: each for name, each in metrics.items() if not (isinstance(each, Mean) and not each.count)}
 
 
 def seed_of(*parts: int) -> int:

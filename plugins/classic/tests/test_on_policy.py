@@ -129,8 +129,8 @@ def test_an_update_is_gradients_then_apply() -> None:
 def test_the_first_minibatch_has_ratio_1(network: str, actions: str) -> None:
     learner = OnPolicyLearner(inputs(a2c.A2CConfig(), network, actions))
     _, metrics = learner.gradients(play(learner))
-    assert metrics["policy/kl/mean"].value == pytest.approx(0, abs=1e-6)
-    assert metrics["policy/clipped/mean"].value == 0
+    assert metrics["policy/approximate_kl/mean"].value == pytest.approx(0, abs=1e-6)
+    assert metrics["policy/clipped/share"].value == 0
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -1,15 +1,18 @@
-"""Registry: the algorithms that a recipe may name, and the module of each."""
+"""Registry: the algorithms that a recipe may name: every other module of this package is one."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 
 from rillflow.errors import ConfigError, nearest
 from rillflow_classic.algorithm import ClassicAlgorithm
 
 ALGORITHMS = {
-    name: f"rillflow_classic.algorithms.{name}"
-    for name in (*("a2c", "a3c", "ppo", "dqn", "apex", "impala", "sac", "maml", "mb_mpo", "two_trainers"),)
+    each.name: f"rillflow_classic.algorithms.{each.name}"
+    for each in iter_modules([str(Path(__file__).parent)])
+    if each.name != "registry"
 }
 """Module of every algorithm by its name in ``algorithm.name``; each module has an ``ALGORITHM``."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 
 import numpy as np
@@ -91,6 +92,7 @@ def make_video_environment(config: EnvironmentSettings, *, seed: int = 0) -> Vec
     EnvPool renders Atari itself; for its other ids, Gymnasium's environment of the same id is taken. Where
     frames cannot be drawn, the environment renders None and a warning says why.
     """
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws without a display, and says nothing
     shown, entry = config.model_copy(update={"run": "inline"}), find(config)
     try:
         if entry.provider == "envpool" and entry.name in gymnasium_ids():

@@ -14,7 +14,7 @@ Source: Kwok et al., "Efficient parallel reinforcement learning framework using 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -192,6 +192,11 @@ class StaticPlan:
         self, reactor: Reactor, method: str, inputs: tuple[Input, ...], outputs: int
     ) -> tuple[Channel, ...]:
         """Declare a reaction; see ``Reactor.react``."""
+        if outputs < 1:
+            raise GraphError(
+                f"{reactor.name}.{method} has {outputs} outputs",
+                why="every reaction has one; None is no value",
+            )
         reaction = Reaction(index=len(self.reactions), reactor=reactor, method=method, inputs=inputs)
         named = [
             f"{reaction.name}" if outputs == 1 else f"{reaction.name} {place}" for place in range(outputs)
@@ -224,24 +229,22 @@ class StaticPlan:
         return found
 
     def graph(self) -> Graph:
-        """Return the plan as a graph that can be drawn; a delayed channel is an edge from ``delayed``."""
+        """Return the plan as a graph that can be drawn; an edge through a delayed channel names the delay."""
         self.levels()
         stages = tuple(
             Stage(index=each.index, role=each.reactor.name, endpoint=each.method, reads=(), writes=())
             for each in self.reactions
         )
-        edges = {
-            (_origin(channel).writer, each): channel for each in self.reactions for channel in each.reads
-        }
+        edges: dict[tuple[int, int], dict[str, None]] = {}
+        for each in self.reactions:
+            for channel in each.reads:
+                writer = _origin(channel).writer
+                found = edges.setdefault((each.index, -1 if writer is None else writer.index), {})
+                found.update(dict.fromkeys(f"after {delay}" for delay in _delays(channel)))
         drawn = [
-            Edge(
-                source=-1 if writer is None else writer.index,
-                destination=each.index,
-                fields=() if channel.after is None else (f"after {channel.after}",),
-            )
-            for (writer, each), channel in edges.items()
+            Edge(source=source, destination=destination, fields=tuple(delays))
+            for (destination, source), delays in sorted(edges.items())
         ]
-        drawn.sort(key=lambda edge: (edge.destination, edge.source))
         return Graph(name=self.name, stages=stages, edges=tuple(drawn), given=("start",))
 
     def _channel(self, name: str, **more: Any) -> Channel:
@@ -261,17 +264,21 @@ class StaticPlan:
                     f"{each.name} reads no channel", why="it would never run", fix="give it a startup"
                 )
             for channel in each.reads:
-                if channel.slot >= len(self.channels) or self.channels[channel.slot] is not channel:
-                    raise GraphError(
-                        f"{each.name} reads {channel.name!r} of another plan", why="plans share no channel"
-                    )
+                self._check_own(channel, each.name)
         for channel in self.channels:
-            if channel.writer is None and channel.period is None and channel.source is None:
+            if channel.source is not None:
+                self._check_own(channel.source, f"channel {channel.name!r}")
+            origin = _origin(channel)
+            if origin.writer is None and origin.period is None:
                 raise GraphError(
                     f"channel {channel.name!r} of {self.name} has no source",
-                    why="its readers would wait for ever",
-                    fix="connect it, or remove it",
+                    why="no reaction, startup or timer feeds it, so its readers would wait for ever",
+                    fix="connect it to a channel that has values, or remove it",
                 )
+
+    def _check_own(self, channel: Channel, reader: str) -> None:
+        if channel.slot >= len(self.channels) or self.channels[channel.slot] is not channel:
+            raise GraphError(f"{reader} reads {channel.name!r} of another plan", why="plans share no channel")
 
     def _cycle(self, left: Sequence[Reaction], before: dict[Reaction, list[Reaction]]) -> GraphError:
         """Return the error that names a cycle among reactions that have no level."""
@@ -281,7 +288,8 @@ class StaticPlan:
         names = [each.name for each in reversed(path[path.index(path[-1]) :])]
         return GraphError(
             f"{self.name} has a cycle without a delay: {' -> '.join(names)}",
-            why="each of these reactions would have to run before the others at the same tag",
+            why="each of these reactions would have to run before the others at the same tag (those of one "
+            "reactor run in the order of their declaration)",
             fix="close the cycle with plan.forward(NAME, after=0)",
         )
 
@@ -293,6 +301,15 @@ def _origin(channel: Channel) -> Channel:
         channel = channel.source
         seen.add(channel)
     return channel
+
+
+def _delays(channel: Channel) -> Iterator[int]:
+    """Yield the delays between a channel and its origin."""
+    origin = _origin(channel)
+    while channel is not origin and channel.source is not None:
+        if channel.after is not None:
+            yield channel.after
+        channel = channel.source
 
 
 def _instant(channel: Channel) -> Reaction | None:

@@ -89,13 +89,20 @@ def standardize(name: str) -> Operator:
     return Operator(label=f"standardize {name}", begin=lambda _: scaled)
 
 
-def train_one_step(system: System, policy: str = "") -> Operator:
-    """Update a learner with an item, send its weights to the actors, and return the metrics."""
+def train_one_step(system: System, policy: str = "", *, publish_every: int = 1) -> Operator:
+    """Update a learner with an item, and return the metrics.
+
+    Args:
+        system: where the learner is.
+        policy: its name; without one, the only learner.
+        publish_every: updates between new weights for the actors.
+    """
     learner = system.learners[policy] if policy else system.learner
 
     def train(item: Any) -> Metrics:
         metrics = learner.update(item)
-        system.publish(learner)
+        if learner.version % publish_every == 0:
+            system.publish(learner)
         return metrics
 
     return Operator(label=f"train {policy}".strip(), begin=lambda _: train)
