@@ -113,7 +113,7 @@ class PlanContext:
         note = f"worker {source.index} of {source.workers.pool} is left out: {reason}"
         self.notes.append(note)
         self.record({"actor/lost/sum": Sum(value=1.0)})
-        _log.warning("%s", note)
+        _log.info("%s", note)
 
     def sent(self, calls: Iterable[WorkerCall]) -> None:
         """Keep calls whose results nobody reads; see ``check_calls``."""
