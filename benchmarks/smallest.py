@@ -6,9 +6,9 @@
 
     name ─ read_round, no import ─> Round ─ run_command ─> one forked process per command line ─> output
 
-    python benchmarks/smallest.py                  # the smallest round of every benchmark
-    python benchmarks/smallest.py ahead publish    # of two of them
-    python benchmarks/smallest.py --slow head      # the longer command lines
+    python benchmarks/smallest.py                       # the smallest round of every benchmark
+    python benchmarks/smallest.py ahead classic/ring    # of two of them
+    python benchmarks/smallest.py --slow head           # the longer command lines
 
 A new process needs seconds to import PyTorch and Rillflow. One fork server imports both once, and each
 command line runs in a fork of it. A command line may therefore set threads, signals and the environment, and
@@ -59,9 +59,19 @@ class Round:
 
 
 def found(folder: Path = FOLDER) -> dict[str, Path]:
-    """Return the runnable modules of a folder by name, without this one."""
-    files = [path for path in sorted(folder.glob("*.py")) if path.resolve() != Path(__file__).resolve()]
-    return {path.stem: path for path in files if '__name__ == "__main__"' in path.read_text("utf-8")}
+    """Return the runnable modules of a folder and of its ``classic`` by name, without this one."""
+    files = [*sorted(folder.glob("*.py")), *sorted(folder.glob("classic/*.py"))]
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): path
+        for path in files
+        if path.resolve() != Path(__file__).resolve() and '__name__ == "__main__"' in path.read_text("utf-8")
+    }
+
+
+def shown(path: Path) -> str:
+    """Return a benchmark's path for messages and command lines."""
+    inner = path.relative_to(FOLDER) if path.is_relative_to(FOLDER) else path.name
+    return f"benchmarks/{inner}"
 
 
 def read_round(path: Path) -> Round:
@@ -70,7 +80,7 @@ def read_round(path: Path) -> Round:
     commands, slow = ([shlex.split(line) for line in stated.get(kind, [])] for kind in ("SMALLEST", "SLOW"))
     if not commands and not slow:
         raise LookupError(
-            f"benchmarks/{path.name} states no smallest round, so no test runs it: "
+            f"{shown(path)} states no smallest round, so no test runs it: "
             f"add SMALLEST = [...], the arguments of runs that end in seconds"
         )
     missing = [each for each in stated.get("NEEDS", []) if importlib.util.find_spec(each) is None]
@@ -115,10 +125,10 @@ def run_command(path: Path, command: list[str], folder: Path) -> Ran:
     process.join()
     log = folder / LOG
     said = log.read_text("utf-8", "replace") if log.exists() else ""
-    shown = shlex.join(["python", f"benchmarks/{path.name}", *command])
+    line = shlex.join(["python", shown(path), *command])
     if is_late or process.exitcode:
         why = f"not done after {LIMIT_S:.0f} s" if is_late else f"exit code {process.exitcode}"
-        raise RuntimeError(f"{shown}: {why}\n{said[-4000:]}")
+        raise RuntimeError(f"{line}: {why}\n{said[-4000:]}")
     return Ran(said=said, processor_s=answer.recv())
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from rillflow_classic.algorithm import LearnerInputs
 from rillflow_classic.algorithms.registry import algorithm_of
-from rillflow_classic.environments.config import EnvironmentConfig
+from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.environments.vector import Stepped
 from rillflow_classic.fragment import Array
@@ -17,7 +17,7 @@ from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.policy import Acted, Learner, Weights
 from rillflow_classic.workers.actor import Actor
 
-CARTPOLE = EnvironmentConfig(id="CartPole-v1")
+CARTPOLE = EnvironmentSettings(id="CartPole-v1")
 
 
 class StillEnvironment:
@@ -110,5 +110,6 @@ def settings_of(name: str) -> Any:
 
 def learning_actor(name: str, slots: int, steps: int, index: int) -> Actor:
     """Return an actor that acts with the policy of an algorithm."""
-    environment = make_environment(CARTPOLE, slots, seed=index)
-    return Actor([environment], {"policy": learner_of(name).policy}, steps, index=index, seed=index)
+    environment, learner = make_environment(CARTPOLE, slots, seed=index), learner_of(name)
+    policies, learners = {"policy": learner.policy}, {"policy": learner}
+    return Actor([environment], policies, steps, index=index, seed=index, learners=learners)

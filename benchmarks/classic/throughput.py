@@ -37,6 +37,7 @@ from intervals import interval
 
 PEERS = Path(__file__).parent / "peers"
 SMALLEST = ["--rounds 1 --tasks cartpole --updates 2"]
+NEEDS = ["envpool", "rillflow_classic"]
 TASKS: dict[str, dict[str, Any]] = {
     "cartpole": {"environment": "CartPole-v1", "updates": 60},
     "cartpole, 64 environments": {"environment": "CartPole-v1", "slots": 64, "steps": 16, "updates": 60},

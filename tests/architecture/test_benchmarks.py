@@ -19,7 +19,7 @@ ROUNDS = {name: smallest.read_round(path) for name, path in FOUND.items()}
 
 
 def test_the_folder_is_searched() -> None:
-    assert {"generation", "ahead", "grpo_step"} <= set(FOUND)
+    assert {"generation", "ahead", "grpo_step", "classic/ring", "classic/operators"} <= set(FOUND)
     assert not {"smallest", "intervals", "plain_updates"} & set(FOUND), "these are no benchmarks"
 
 

@@ -140,9 +140,10 @@ def make_actor(parts: Parts, transport: Transport | None, index: int) -> Actor:
     workers = parts.workers
     ring = [make_environment(parts.environment, workers.slots, seed=parts.seed) for _ in range(workers.ring)]
     is_apart = transport is not None and workers.inference != "actor"
+    learners = {} if is_apart else parts.learners()
     return Actor(
         ring,
-        {} if is_apart else parts.acting(),
+        {name: learner.policy for name, learner in learners.items()},
         workers.steps,
         routes=parts.routes,
         index=index,
@@ -152,6 +153,7 @@ def make_actor(parts: Parts, transport: Transport | None, index: int) -> Actor:
         else None,
         sink=None if transport is None else transport.sink(index),
         parameters=None if transport is None else transport.reader(),
+        learners=learners,
     )
 
 

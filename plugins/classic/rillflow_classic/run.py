@@ -221,6 +221,9 @@ class ClassicLoop:
             for span in spans_of(context.take_work(), step, began_s, took_s, elapsed_s):
                 self._run_directory.log_span(span)
             self._progress.step(self._name, step, metrics, took_s)
+            for note in context.notes:
+                self._progress.note(f"step {step}: {note}")
+            context.notes.clear()
             evaluate_every = self._recipe.evaluate.every
             if evaluate_every and step % evaluate_every == 0:
                 self._evaluate(step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rillflow.errors import ConfigError
@@ -17,11 +17,11 @@ from rillflow.records.metrics import Max, Metrics, merge_metrics
 from rillflow.workers.backend import RankLost, Replacement
 from rillflow_classic.checkpointed import CheckpointedObjects
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext
-from rillflow_classic.operators.iterators import LocalIterator, from_function
-from rillflow_classic.operators.steps import Rollout, async_rollouts, bulk_sync_rollouts, join
+from rillflow_classic.operators.iterators import LocalIterator, from_function, from_workers
+from rillflow_classic.operators.steps import Rollout, join
 from rillflow_classic.policy import Learner
 from rillflow_classic.streams.stream import UNLIMITED, Received, Transport
-from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet
+from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet, check_calls
 from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.buffer_worker import FragmentQueue
 from rillflow_classic.workers.policy_worker import PolicyWorker
@@ -60,9 +60,9 @@ class CallSystem:
         """See System."""
         match mode:
             case "bulk_sync":
-                return bulk_sync_rollouts(self.actors)
+                return from_workers(self.actors, "sample").batch_across_workers().for_each(join)
             case "async":
-                return async_rollouts(self.actors, num_async=num_async)
+                return from_workers(self.actors, "sample").gather_async(num_async)
         raise unknown_mode(mode)
 
     def publish(self, learner: Learner | None = None) -> None:
@@ -371,20 +371,6 @@ class StreamSystem:
             return rollout
 
         return record
-
-
-def check_calls(calls: Sequence[WorkerCall]) -> list[WorkerCall]:
-    """Raise the error of a call that failed, and return those that have not ended.
-
-    The loss of a worker is no error here: it ends the calls that someone reads.
-    """
-    for call in calls:
-        if call.is_ready:
-            try:
-                call.read(0.0)
-            except RankLost:
-                continue
-    return [call for call in calls if not call.is_ready]
 
 
 def only_learner(learners: Mapping[str, Learner]) -> Learner:

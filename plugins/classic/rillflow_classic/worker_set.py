@@ -8,11 +8,12 @@ calls with RankLost; the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rillflow.workers.backend import Backend, Place, Replacement, Site
+from rillflow.workers.backend import Backend, Place, RankLost, Replacement, Site
 
 T = TypeVar("T")
 DEADLINE_S = 600.0
@@ -68,11 +69,11 @@ class WorkerSet(Generic[T]):
         backend.read_all([each.reference for each in made], DEADLINE_S)
 
     def call(self, index: int, method: str, *arguments: Any) -> WorkerCall:
-        """WorkerCall a method of one worker; calls of a worker run in the order of their submission."""
+        """Call a method of one worker; calls of a worker run in the order of their submission."""
         return self.submit(index, _call, method, arguments)
 
     def call_all(self, method: str, *arguments: Any) -> list[WorkerCall]:
-        """WorkerCall a method of every worker; the arguments are packed once."""
+        """Call a method of every worker; the arguments are packed once."""
         return self.submit_all(_call, method, self._backend.pack(arguments, f"the arguments of {method}"))
 
     def run(self, index: int, work: Callable[[T], Any]) -> WorkerCall:
@@ -90,10 +91,6 @@ class WorkerSet(Generic[T]):
     def make_again(self, index: int) -> WorkerCall:
         """Construct a worker anew on its rank, whose replacement is ready."""
         return self.submit(index, _make, self._made_by)
-
-    def wait_any(self, calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:
-        """Wait until one of several calls is ready; return False on timeout."""
-        return wait_any(calls, deadline_s)
 
     @property
     def is_open(self) -> bool:
@@ -126,3 +123,18 @@ def _run(site: Site, name: str, work: Callable[[Any], Any]) -> Any:
 def wait_any(calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:
     """Wait until one of several calls on one backend is ready; return False on timeout."""
     return calls[0].backend.wait_for_any([each.reference for each in calls], deadline_s)
+
+
+def check_calls(calls: Iterable[WorkerCall]) -> list[WorkerCall]:
+    """Raise the error of a call that failed, and return the calls that have not ended.
+
+    The loss of a worker is no error here: who reads its items is told.
+    """
+    waiting = []
+    for call in calls:
+        if not call.is_ready:
+            waiting.append(call)
+            continue
+        with suppress(RankLost):
+            call.read(0.0)
+    return waiting

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from rillflow_classic.environments import make
+from rillflow_classic.environments.catalog import find
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.make import choose, make_environment, make_video_environment
+from rillflow_classic.environments.processes import ProcessEnvironment
 
 FAULTY = Path(__file__).with_name("faulty.py")
 TEAM = EnvironmentSettings(id=f"{FAULTY}:Team", run="inline")
@@ -95,27 +97,31 @@ def test_cheap_environments_run_inline_and_slow_ones_in_processes(
     step_s: float, num: int, cores: int, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(make, "measured_step_s", lambda _: step_s)
-    choice = choose(EnvironmentSettings(provider="gymnasium"), num, cores=cores)
-    assert choice.config.run == run and choice.reason.startswith(run)
-    again = choose(choice.config, num, cores=cores)
-    assert again.step_time_s is None and again.config == choice.config, "nothing is measured twice"
+    monkeypatch.setattr(make, "num_cores", lambda: cores)
+    settings = EnvironmentSettings(provider="gymnasium")
+    assert choose(settings, find(settings), num) == run
+    assert choose(settings.model_copy(update={"run": "inline"}), find(settings), num) == "inline"
 
 
-def test_the_step_time_is_measured(tmp_path: Path) -> None:
+def test_the_step_time_is_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "slow.py").write_text(
         "import time\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
         "class Slow(CartPoleEnv):\n"
         "    def step(self, action):\n        time.sleep(0.004)\n        return super().step(action)\n"
     )
-    choice = choose(EnvironmentSettings(id=f"{tmp_path}/slow.py:Slow"), 8, cores=4)
-    assert choice.config.run == "processes" and choice.config.provider == "gymnasium"
-    assert choice.step_time_s is not None and 0.004 < choice.step_time_s < 0.4
-    assert "in 4 processes" in choice.reason
+    settings = EnvironmentSettings(id=f"{tmp_path}/slow.py:Slow", processes=2)
+    with caplog.at_level("INFO"):
+        environment = make_environment(settings, 8)
+    assert isinstance(environment, ProcessEnvironment)
+    environment.close()
+    said = next(each for each in caplog.messages if "runs processes" in each)
+    inline_us = float(said.split("about ")[1].split(" us")[0])
+    assert 8 * 3_000 < inline_us < 8 * 400_000, said
 
 
 def test_envpool_is_chosen_where_it_has_the_id() -> None:
     providers: Any = {
-        id: choose(EnvironmentSettings(id=id), 2).config.provider
+        id: find(EnvironmentSettings(id=id)).provider
         for id in ("CartPole-v1", "Pong-v5", "HalfCheetah-v4", "MultiAgentCartPole-v0", f"{FAULTY}:Counter")
     }
     assert list(providers.values()) == ["envpool", "envpool", "envpool", "parallel", "gymnasium"]

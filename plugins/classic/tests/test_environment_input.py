@@ -74,16 +74,13 @@ def test_an_action_outside_its_space_is_refused(provider: str, actions: Any, wor
 
 
 @pytest.mark.parametrize("provider", ["gymnasium", "envpool"])
-def test_continuous_actions_are_clipped_or_refused(provider: str) -> None:
+def test_continuous_actions_are_clipped_and_nan_is_refused(provider: str) -> None:
     wide = np.array([[5.0], [-3.0], [1.0]], np.float32)
     ends = np.array([[2.0], [-2.0], [1.0]], np.float32)
     one, other = made("Pendulum-v1", provider=provider), made("Pendulum-v1", provider=provider)
     assert np.array_equal(one.step(wide).rewards, other.step(ends).rewards)
     with pytest.raises(EnvironmentFailure, match=r"the action of slot 1 is \[nan\]"):
         one.step(np.array([[0.0], [np.nan], [0.0]], np.float32))
-    strict = made("Pendulum-v1", provider=provider, clip_actions=False)
-    with pytest.raises(EnvironmentFailure, match=r"the action of slot 0 is \[5\.?\]"):
-        strict.step(wide)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +98,7 @@ def test_continuous_actions_are_clipped_or_refused(provider: str) -> None:
         ({"id": f"{FAULTY}:Countr"}, "did you mean 'Counter'"),
         ({"id": f"{FAULTY}:not_a_class"}, "has no class 'not_a_class'"),
         ({"id": f"{FAULTY.parent}/absent.py:Class"}, "absent.py cannot be imported.*FileNotFoundError"),
-        ({"provider": "envpool"}, "EnvPool has environments of its own only"),
+        ({"provider": "envpool"}, "environment.provider is 'envpool'.*not this one"),
         ({"arguments": {"lenght": 3}}, "unexpected keyword argument 'lenght'"),
         (
             {"id": "CartPole-v1", "arguments": {"speed": 3}},
@@ -113,11 +110,11 @@ def test_continuous_actions_are_clipped_or_refused(provider: str) -> None:
         ),
         (
             {"id": f"{FAULTY}:Team", "arguments": {"spaces": "different"}},
-            "agents 'a' and 'c' of Team have diff",
+            "agents of Team have different spaces: .'a'.*'c'",
         ),
         (
             {"id": "Blackjack-v1", "provider": "gymnasium"},
-            "observations are Tuple.*an observation is one array",
+            "the observations of 'Blackjack-v1' are Tuple",
         ),
         (
             {"id": "FrozenLake-v1", "frame_stack": 3},

@@ -175,22 +175,22 @@ def test_neighbouring_seeds_share_no_episodes() -> None:
     assert len({row.tobytes() for row in (*first, *second)}) == 16
 
 
-def test_a_class_has_the_recipes_time_limit_and_discrete_actions_from_zero(tmp_path: Path) -> None:
-    (tmp_path / "shifted.py").write_text(
+def test_a_class_has_the_recipes_time_limit(tmp_path: Path) -> None:
+    (tmp_path / "timeless.py").write_text(
         "import gymnasium\n"
         "import numpy as np\n"
-        "class Shifted(gymnasium.Env):\n"
+        "class Timeless(gymnasium.Env):\n"
         "    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float64)\n"
-        "    action_space = gymnasium.spaces.Discrete(3, start=5)\n"
+        "    action_space = gymnasium.spaces.Discrete(3)\n"
         "    def reset(self, seed=None, options=None):\n"
         "        return np.zeros(1), {}\n"
         "    def step(self, action):\n"
         "        return np.zeros(1), float(action), False, False, {}\n"
     )
-    environment = make_environment(config(id=f"{tmp_path}/shifted.py:Shifted", time_limit=3), 3)
+    environment = make_environment(config(id=f"{tmp_path}/timeless.py:Timeless", time_limit=3), 3)
     assert environment.observation_space.dtype == np.float32
     rows = [environment.step(np.array([0, 1, 2])) for _ in range(2)]
-    assert rows[0].rewards.tolist() == [5.0, 6.0, 7.0]
+    assert rows[0].rewards.tolist() == [0.0, 1.0, 2.0]
     last = environment.step(np.array([0, 1, 2]))
     assert last.truncated.all() and not last.terminated.any()
 

@@ -10,13 +10,12 @@ as the steps that the other actors caused meanwhile (``actor/lag/mean``).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from pydantic import Field
 
 from rillflow.records.metrics import Metrics
-from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
+from rillflow_classic.algorithm import ClassicAlgorithm
 from rillflow_classic.algorithms.a2c import A2CConfig
 from rillflow_classic.on_policy import OnPolicyLearner
 from rillflow_classic.operators.iterators import from_workers
@@ -30,25 +29,18 @@ class A3CConfig(A2CConfig):
     report_every: int = Field(1, ge=1, description="Gradients that make one step of the run.")
 
 
-class A3CLearner(OnPolicyLearner):
-    """The learner of A2C; actors make one of their own from the same inputs."""
-
-    def __init__(self, inputs: LearnerInputs) -> None:
-        super().__init__(inputs)
-        self.inputs = inputs
-        """What it was made from."""
-
-
 def plan(system: Any, settings: A3CConfig) -> Iterable[Metrics]:
     """Return the dataflow: gradients of the actors as they come, a step, weights for their source."""
     learner = system.learner
     return (
         from_workers(system.actors, "sample")
-        .for_each(compute_gradients(partial(A3CLearner, learner.inputs), learner))
+        .for_each(compute_gradients())
         .gather_async(settings.num_async)
         .for_each(apply_gradients(learner))
         .combine(report_metrics(settings.report_every))
     )
 
 
-ALGORITHM = ClassicAlgorithm(name="a3c", config=A3CConfig, learner=A3CLearner, plan=plan, calls_actors=True)
+ALGORITHM = ClassicAlgorithm(
+    name="a3c", config=A3CConfig, learner=OnPolicyLearner, plan=plan, calls_actors=True
+)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -69,33 +70,29 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
         ConfigError: nothing has this id, or the chosen provider has not.
     """
     module, _, name = SHIPPED.get(config.id, config.id).rpartition(":")
-    if module and name.isidentifier():
-        make = _loaded(config, module, name)
+    names = _imported(config, module) if module else {}  # "package:Id-v0": the package registers its ids
+    if module and name.isidentifier() and config.provider != "envpool":
+        make = names.get(name)
+        if not callable(make):
+            classes = [each for each, value in names.items() if inspect.isclass(value)]
+            what, why = f"environment.id is {config.id!r}", f"{module} has no class {name!r}"
+            raise ConfigError(what, why=why, fix=nearest(name, classes))
         is_single = inspect.isclass(make) and issubclass(make, gymnasium.Env)
-        auto = "gymnasium" if is_single else "parallel"
-        return CatalogEntry(
-            provider=auto if config.provider == "auto" else config.provider, name=name, make=make
-        )
-    known = {"parallel": frozenset(SHIPPED)}
-    if config.provider in ("auto", "envpool"):
-        known["envpool"] = envpool_ids()
-        if (plain := config.id.removeprefix(ATARI)) in known["envpool"]:
-            return CatalogEntry(provider="envpool", name=plain)
-    if config.provider in ("auto", "gymnasium"):
-        if module:
-            _imported(config, module)  # "package:Id-v0": the package registers its ids
-        known["gymnasium"] = gymnasium_ids()
-        for each in (name, ATARI + name):
-            if each in known["gymnasium"]:
-                return CatalogEntry(provider="gymnasium", name=each)
-    every = frozenset.union(*known.values()) if config.provider == "auto" else known[config.provider]
-    spelled = {each.lower(): each for each in every}
-    _, *close = nearest(config.id.lower(), spelled).split("'")
+        found = {"auto": "gymnasium" if is_single else "parallel"}
+        return CatalogEntry(provider=found.get(config.provider, config.provider), name=name, make=make)
+    pools = envpool_ids() if config.provider in ("auto", "envpool") and not module else frozenset()
+    ids = gymnasium_ids() if config.provider in ("auto", "gymnasium") else frozenset()
+    plain = name.removeprefix(ATARI)
+    if plain in pools:
+        return CatalogEntry(provider="envpool", name=plain)
+    if there := [each for each in (name, ATARI + plain) if each in ids]:
+        return CatalogEntry(provider="gymnasium", name=there[0])
+    shipped = SHIPPED if config.provider in ("auto", "parallel") else ()
+    spelled = {each.lower(): each for each in (*shipped, *pools, *ids)}
+    close = difflib.get_close_matches(config.id.lower(), spelled, n=1)
     raise ConfigError(
         f"environment.id is {config.id!r}",
-        why="neither Gymnasium nor EnvPool nor ale-py has it"
-        if config.provider == "auto"
-        else f"environment.provider is {config.provider!r}, which has {len(every)} ids and not this one",
+        why=f"environment.provider is {config.provider!r}, which has {len(spelled)} ids and not this one",
         fix=f"did you mean {spelled[close[0]]!r}?"
         if close
         else "name a registered id, or a class as file.py:Class; pip install 'rillflow[classic]' for EnvPool",
@@ -109,23 +106,8 @@ def gymnasium_ids() -> frozenset[str]:
     return frozenset(gymnasium.registry)
 
 
-def _loaded(config: EnvironmentSettings, module: str, name: str) -> Callable[..., Any]:
-    """Import a class or function from a file or a module."""
-    names = _imported(config, module)
-    if name in names and callable(names[name]):
-        made: Callable[..., Any] = names[name]
-        return made
-    classes = [each for each, value in names.items() if inspect.isclass(value)]
-    what, why = f"environment.id is {config.id!r}", f"{module} has no class {name!r}"
-    raise ConfigError(what, why=why, fix=nearest(name, classes))
-
-
 def _imported(config: EnvironmentSettings, module: str) -> dict[str, Any]:
     """Return the names of a file or a module."""
-    what = f"environment.id is {config.id!r}"
-    if config.provider == "envpool":
-        why, fix = "EnvPool has environments of its own only", "leave out environment.provider"
-        raise ConfigError(f"{what} and environment.provider is envpool", why=why, fix=fix)
     try:
         if module.endswith(".py") and module not in sys.modules:
             spec = importlib.util.spec_from_file_location(module, module)
@@ -135,59 +117,48 @@ def _imported(config: EnvironmentSettings, module: str) -> dict[str, Any]:
         return vars(importlib.import_module(module))
     except Exception as error:  # the user's file may raise anything
         sys.modules.pop(module, None)
-        raise ConfigError(
-            f"{what}, and {module} cannot be imported",
-            why=f"{type(error).__name__}: {error}",
-            fix="correct the name or the file, or install the package",
-        ) from error
+        what, why = f"environment.id is {config.id!r}, and {module} cannot be imported", type(error).__name__
+        fix = "correct the name or the file, or install the package"
+        raise ConfigError(what, why=f"{why}: {error}", fix=fix) from error
 
 
 def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool = False) -> Lane:
-    """Make one environment that is not EnvPool's.
+    """Make one environment that is not EnvPool's; if ``shows``, it renders frames where it can.
 
     Raises:
         ConfigError: it cannot be made.
     """
-    arguments = dict(config.arguments)
+    arguments, limit = dict(config.arguments), config.time_limit
+    if shows and (entry.make is None or "render_mode" in inspect.signature(entry.make).parameters):
+        arguments["render_mode"] = "rgb_array"
     try:
         if entry.make is None:
-            made = _registered(config, entry.name, arguments, shows=shows)
-            return GymnasiumLane(made, entry.name, shows=shows)
-        if shows and "render_mode" in inspect.signature(entry.make).parameters:
-            arguments.setdefault("render_mode", "rgb_array")
-        made = entry.make(**arguments)
-        if entry.provider == "parallel":
-            return ParallelLane(made, entry.name, time_limit=config.time_limit, shows=shows)
-        if config.time_limit is not None:
-            made = gymnasium.wrappers.TimeLimit(made, config.time_limit)
-        return GymnasiumLane(made, entry.name, shows=shows)
-    except ConfigError:
-        raise
+            made = _registered(entry.name, limit, arguments)
+        else:
+            made = entry.make(**arguments)
+            if limit is not None and entry.provider == "gymnasium":
+                made = gymnasium.wrappers.TimeLimit(made, limit)
     except Exception as error:  # the user's class may raise anything
-        is_missing = isinstance(error, gymnasium.error.DependencyNotInstalled | ImportError)
         raise ConfigError(
             f"the environment {config.id!r} cannot be made: {type(error).__name__}: {error}",
-            why="a package that it needs is not installed"
-            if is_missing
-            else f"its arguments are {arguments}",
-            fix="pip install 'rillflow-classic[mujoco]' for MuJoCo, or what the line above names"
-            if is_missing
-            else "correct environment.arguments or the class",
+            why=f"its arguments are {arguments}",
+            fix="correct environment.arguments or the class, or install what the first line names "
+            "(pip install 'rillflow-classic[mujoco]' for MuJoCo)",
         ) from error
+    if entry.provider == "parallel":
+        return ParallelLane(made, entry.name, limit)
+    return GymnasiumLane(made, entry.name)
 
 
-def _registered(
-    config: EnvironmentSettings, name: str, arguments: dict[str, Any], *, shows: bool
-) -> gymnasium.Env[Any, Any]:
-    if shows:
-        arguments["render_mode"] = "rgb_array"
-        if "DISPLAY" not in os.environ and find_library("EGL"):
-            os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it on import; its default needs a screen
+def _registered(name: str, limit: int | None, arguments: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    if "render_mode" in arguments and "DISPLAY" not in os.environ and find_library("EGL"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it on import; its default needs a screen
     if not name.startswith(ATARI):
-        limit = config.time_limit
         return gymnasium.make(name, max_episode_steps=limit, disable_env_checker=True, **arguments)
     skip = int(arguments.pop("frame_skip", 4))
-    plain = gymnasium.make(name, **{"frameskip": 1, "repeat_action_probability": 0.0, **arguments})
-    if config.time_limit is not None:
-        plain = gymnasium.wrappers.TimeLimit(plain, config.time_limit * skip)
+    plain = gymnasium.make(
+        name,
+        max_episode_steps=limit and limit * skip,
+        **{"frameskip": 1, "repeat_action_probability": 0.0, **arguments},
+    )
     return gymnasium.wrappers.AtariPreprocessing(plain, frame_skip=skip)

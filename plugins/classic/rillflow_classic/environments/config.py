@@ -45,17 +45,9 @@ class EnvironmentSettings(Section):
     normalise_rewards: bool = Field(
         False, description="Divide by the running standard deviation of the discounted returns."
     )
-    reward_discount: float = Field(
-        0.99, ge=0.0, le=1.0, description="Discount of the returns in normalise_rewards."
-    )
     clip_rewards: bool = Field(False, description="Clip rewards to -1 and 1.")
-    clip_actions: bool = Field(
-        True, description="Clip continuous actions to their bounds; otherwise one outside is an error."
-    )
     time_limit: int | None = Field(
-        None,
-        ge=1,
-        description="Steps after which an episode is truncated; None: the environment's own.",
+        None, ge=1, description="Steps after which an episode is truncated; None: the environment's own."
     )
     arguments: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the environment, or of EnvPool such as num_threads."
@@ -66,7 +58,3 @@ class EnvironmentSettings(Section):
     restarts: int = Field(
         3, ge=0, description="How often child processes that died or hung are replaced; then the run stops."
     )
-
-
-EnvironmentConfig = EnvironmentSettings
-"""Name in other parts of the plugin."""

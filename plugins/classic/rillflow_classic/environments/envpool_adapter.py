@@ -11,7 +11,6 @@ cost a third of a step of 8 CartPoles.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,14 +22,7 @@ from numpy.typing import NDArray
 from rillflow.errors import ConfigError
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.lanes import lane_seed
-from rillflow_classic.environments.vector import (
-    ActionCheck,
-    EpisodeTotals,
-    SlotsBase,
-    Stepped,
-    array_space,
-    check_finite,
-)
+from rillflow_classic.environments.vector import SlotsBase, Stepped, array_space
 from rillflow_classic.fragment import Array
 
 _LONGEST = 2**30
@@ -80,17 +72,14 @@ class EnvPoolEnvironment(SlotsBase):
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of float64 bounds
-            spaces = array_space(spec.gymnasium_observation_space, name), spec.gymnasium_action_space
-        super().__init__(("",) * num_slots, *spaces)
+            observed = array_space(spec.gymnasium_observation_space, f"the observations of {name!r}")
+            actions = array_space(spec.gymnasium_action_space, f"the actions of {name!r}")
+        super().__init__(("",) * num_slots, observed, actions)
         look = {"render_mode": "rgb_array"} if shows and self.stacks else {}
         self._shows, self._dtype = bool(look), self.observation_space.dtype
         self._make: Callable[..., Any] = partial(
             envpool.make, name, env_type="gymnasium", max_episode_steps=self._limit + 1, **arguments, **look
         )
-        self._check = ActionCheck(self.action_space, num_slots, clip=config.clip_actions)
-        self._is_real = np.issubdtype(self._dtype, np.floating)
-        self._totals, self._steps_left = EpisodeTotals(num_slots), self._limit
-        self._cut: NDArray[np.bool_] | None = None
         self._every = np.arange(num_slots, dtype=np.int32)
         self._pool: Any = None
 
@@ -100,55 +89,43 @@ class EnvPoolEnvironment(SlotsBase):
         keys = list(self._pool._state_keys)
         self._order = [next(i for i, key in enumerate(keys) if key.split(":")[0] == name) for name in _FIELDS]
         self._action_dtype = self._pool._spec._action_spec[-1][0]
-        self._totals.clear()
-        self._cut, self._steps_left = None, self._limit
+        self._begun()
+        self._steps_left, self._cut = self._limit, None
         self._pool._reset(self._every)
         observations: Array = self._received()[0]
         return observations
 
     def step(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.step``."""
-        actions = self._check(actions).astype(self._action_dtype, order="C", copy=False)
+        actions = self._checked(actions).astype(self._action_dtype, order="C", copy=False)
         if self._cut is None:
             self._pool._send([self._every, self._every, actions])
             observations, rewards, done, truncated = self._received()
         else:
             observations, rewards, done, truncated = self._stepped_in_parts(actions, self._cut)
-        if self._is_real and not math.isfinite(np.add.reduce(observations, axis=None)):
-            check_finite(observations, "observation")
         ended, terminated, self._cut = done, done, None
         if np.count_nonzero(truncated):
             terminated = done & ~truncated
         self._steps_left -= 1
         if self._steps_left <= 0:  # only now can a slot have reached the limit
-            lengths = self._totals.lengths + 1
+            lengths = self._steps + 1 - self._starts
             late = lengths >= self._limit
             cut, truncated, ended = late & ~done, truncated | late, done | late
             self._cut = cut if cut.any() else None
             self._steps_left = self._limit - int(lengths[~late].max(initial=0))
-        episodes = self._totals.add(rewards, ended)
-        return Stepped(
-            observations=observations,
-            rewards=rewards,
-            terminated=terminated,
-            truncated=truncated,
-            episodes=episodes,
-        )
+        return self._stepped(observations, rewards, terminated, truncated, ended)
 
     def _stepped_in_parts(self, actions: Array, cut: NDArray[np.bool_]) -> list[Any]:
         """Reset the slots that this adapter has cut, and step the others."""
         ids, others = self._every[cut], self._every[~cut]
         self._pool._reset(ids)
-        parts = [(ids, self._received())]
+        parts = self._received()
+        parts[1][:] = 0.0
         if len(others):
             self._pool._send([others, others, actions[others]])
-            parts.append((others, self._received()))
-        whole = [np.empty((self.num_slots, *part.shape[1:]), part.dtype) for part in parts[0][1]]
-        for slots, arrays in parts:
-            for target, part in zip(whole, arrays, strict=True):
-                target[slots] = part
-        whole[1][ids] = 0.0
-        return whole
+            parts = [np.concatenate(each) for each in zip(parts, self._received(), strict=True)]
+        order = np.argsort(np.concatenate([ids, others]))
+        return [each[order] for each in parts]
 
     def _received(self) -> list[Any]:
         arrays = self._pool._recv()
@@ -157,7 +134,7 @@ class EnvPoolEnvironment(SlotsBase):
         return [observations, arrays[reward], arrays[done], arrays[truncated]]
 
     def render(self, slot: int) -> Array | None:
-        """Return a frame of a slot if ``show`` is set and the id is one of Atari; None otherwise."""
+        """Return a frame of a slot if ``shows`` is set and the id is one of Atari; None otherwise."""
         return self._pool.render(np.array([slot], np.int32))[0] if self._shows else None
 
 

@@ -7,77 +7,49 @@ A lane resets itself at the step after the end of its episode.
 
 from __future__ import annotations
 
-import math
+import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
 import numpy as np
-from numpy.typing import NDArray
 
-from rillflow.errors import ConfigError, RillflowError
-from rillflow_classic.environments.vector import (
-    ActionCheck,
-    EnvironmentFailure,
-    EpisodeTotals,
-    SlotsBase,
-    Space,
-    Stepped,
-    array_space,
-    check_finite,
-)
+from rillflow.errors import ConfigError
+from rillflow_classic.environments.vector import EnvironmentFailure, SlotsBase, Stepped, array_space
 from rillflow_classic.fragment import Array
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRows:
-    """Arrays of k slots that a step writes."""
-
-    observations: Array
-    """[k, ...] observation after the step."""
-    rewards: NDArray[np.float32]
-    """[k] float32."""
-    terminated: NDArray[np.bool_]
-    """[k] bool."""
-    truncated: NDArray[np.bool_]
-    """[k] bool."""
-
-    def part(self, chosen: slice) -> StepRows:
-        """Return the rows of some slots, as views."""
-        return StepRows(**{name: array[chosen] for name, array in vars(self).items()})
-
-
-class Lane:
+class Lane(ABC):
     """One environment.
 
     Args:
         environment: the user's object.
         name: its id, for errors.
         agents: name of the agent of each slot.
-        spaces: space of an observation as the environment declares it, and of an action.
-        shows: whether it renders frames.
+        spaces: spaces of an observation and of an action as the environment declares them.
     """
 
-    def __init__(
-        self, environment: Any, name: str, agents: Sequence[str], spaces: tuple[Any, Space], *, shows: bool
-    ) -> None:
-        self._environment, self.name, self._shows = environment, name, shows
-        self.agents, self.action_space = agents, spaces[1]
-        self.observation_space = array_space(spaces[0], name)
-        self._shape, self._dtype = self.observation_space.shape or (), np.dtype(self.observation_space.dtype)
+    def __init__(self, environment: Any, name: str, agents: Sequence[str], spaces: tuple[Any, Any]) -> None:
+        self._environment, self.name, self.agents = environment, name, agents
+        self.observation_space = array_space(spaces[0], f"the observations of {name!r}")
+        self.action_space = array_space(spaces[1], f"the actions of {name!r}")
+        self._shape, self._dtype = self.observation_space.shape, np.dtype(self.observation_space.dtype)
 
-    def begin(self, seed: int | None, rows: StepRows) -> None:
+    @abstractmethod
+    def begin(self, seed: int | None, rows: Stepped) -> None:
         """Begin a new episode; None continues the environment's own random numbers."""
-        raise NotImplementedError
 
-    def step(self, actions: Sequence[Any], rows: StepRows) -> None:
-        """Step, or begin a new episode if the last one has ended."""
-        raise NotImplementedError
+    @abstractmethod
+    def step(self, actions: Sequence[Any], rows: Stepped) -> None:
+        """Step and write the lane's rows, or begin a new episode if the last one has ended."""
 
     def render(self) -> Array | None:
         """Return a frame [H, W, 3]; None if there is none."""
-        image = np.asarray(self._environment.render()) if self._shows else np.empty(0)
+        try:
+            image = np.asarray(self._environment.render())
+        except NotImplementedError:
+            return None
         return image.astype(np.uint8) if image.ndim == 3 else None
 
     def close(self) -> None:
@@ -90,42 +62,36 @@ class Lane:
         is_of_kind = array.dtype == self._dtype or np.can_cast(array.dtype, self._dtype, "same_kind")
         if is_of_kind and array.shape == self._shape:
             return array
+        shape, wanted = list(array.shape), list(self._shape or ())
         raise TypeError(
-            f"an observation of {array.dtype} {list(array.shape)}, but observation_space is {self._dtype} "
-            f"{list(self._shape)}"
+            f"an observation of {array.dtype} {shape}, but observation_space is {self._dtype} {wanted}"
         )
 
 
 class GymnasiumLane(Lane):
     """One ``gymnasium.Env`` with its time limit."""
 
-    def __init__(self, environment: gymnasium.Env[Any, Any], name: str, *, shows: bool = False) -> None:
-        actions: Any = environment.action_space
-        if isinstance(actions, gymnasium.spaces.Discrete) and (start := actions.start):
-            actions = gymnasium.spaces.Discrete(int(actions.n))
-            environment = gymnasium.wrappers.TransformAction(
-                environment, lambda action: action + start, actions
-            )
-        spaces = environment.observation_space, actions
-        super().__init__(environment, name, ("",), spaces, shows=shows)
+    def __init__(self, environment: gymnasium.Env[Any, Any], name: str) -> None:
+        spaces = environment.observation_space, environment.action_space
+        super().__init__(environment, name, ("",), spaces)
         self._is_over = True
 
-    def begin(self, seed: int | None, rows: StepRows) -> None:
+    def begin(self, seed: int | None, rows: Stepped) -> None:
         """Begin a new episode; see ``Lane.begin``."""
         observation, _ = self._environment.reset(seed=seed)
         rows.observations[0] = self._array(observation)
         rows.rewards[0], rows.terminated[0], rows.truncated[0] = 0.0, False, False
         self._is_over = False
 
-    def step(self, actions: Sequence[Any], rows: StepRows) -> None:
+    def step(self, actions: Sequence[Any], rows: Stepped) -> None:
         """Step, or begin a new episode; see ``Lane.step``."""
         if self._is_over:
-            return self.begin(None, rows)
+            self.begin(None, rows)
+            return
         observation, reward, terminated, truncated, _ = self._environment.step(actions[0])
         rows.observations[0] = self._array(observation)
         rows.rewards[0], rows.terminated[0], rows.truncated[0] = reward, terminated, truncated
         self._is_over = bool(terminated or truncated)
-        return None
 
 
 class ParallelLane(Lane):
@@ -136,106 +102,47 @@ class ParallelLane(Lane):
             ``reset(seed)`` and ``step(actions)``.
         name: its id, for errors.
         time_limit: steps after which all agents are truncated; None: never.
-        shows: whether it renders frames.
 
     Raises:
         ConfigError: agents have different spaces.
     """
 
-    def __init__(
-        self, environment: Any, name: str, *, time_limit: int | None = None, shows: bool = False
-    ) -> None:
+    def __init__(self, environment: Any, name: str, time_limit: int | None = None) -> None:
         self._keys = tuple(environment.possible_agents)
         spaces = [(environment.observation_space(key), environment.action_space(key)) for key in self._keys]
-        if other := [index for index, each in enumerate(spaces) if each != spaces[0]]:
+        if any(each != spaces[0] for each in spaces):
             raise ConfigError(
-                f"agents {self._keys[0]!r} and {self._keys[other[0]]!r} of {name} have different spaces: "
-                f"{spaces[0]} and {spaces[other[0]]}",
+                f"the agents of {name} have different spaces: {dict(zip(self._keys, spaces, strict=True))}",
                 why="the slots of an environment share their arrays",
                 fix="pad observations and actions to one space in a class of your own",
             )
-        super().__init__(environment, name, tuple(map(str, self._keys)), spaces[0], shows=shows)
-        self._limit, self._length, self._live = time_limit, 0, set[Any]()
-        self._last: list[Any] = [None] * len(self._keys)
+        super().__init__(environment, name, tuple(map(str, self._keys)), spaces[0])
+        self._limit, self._length = time_limit, 0
+        self._live: dict[Any, int] = {}
 
-    def begin(self, seed: int | None, rows: StepRows) -> None:
+    def begin(self, seed: int | None, rows: Stepped) -> None:
         """Begin a new episode of all agents; see ``Lane.begin``."""
         observations, _ = self._environment.reset(seed=seed)
-        self._length, self._live = 0, set(self._keys)
+        self._length, self._live = 0, {key: index for index, key in enumerate(self._keys)}
         rows.rewards[:], rows.terminated[:], rows.truncated[:] = 0.0, False, False
-        for index, key in enumerate(self._keys):
+        for key, index in self._live.items():
             rows.observations[index] = self._array(observations[key])
 
-    def step(self, actions: Sequence[Any], rows: StepRows) -> None:
-        """Step the agents that have not ended, and mask the others; see ``Lane.step``."""
+    def step(self, actions: Sequence[Any], rows: Stepped) -> None:
+        """Step the agents that have not ended; the rows of the others stay masked; see ``Lane.step``."""
         if not self._live:
-            return self.begin(None, rows)
+            self.begin(None, rows)
+            return
         self._length += 1
-        chosen = {key: actions[index] for index, key in enumerate(self._keys) if key in self._live}
+        chosen = {key: actions[index] for key, index in self._live.items()}
         observations, rewards, terminated, truncated, _ = self._environment.step(chosen)
-        is_late = self._limit is not None and self._length >= self._limit
-        for index, key in enumerate(self._keys):
-            if key in self._live:
-                self._last[index] = self._array(observations[key])
-                rows.rewards[index], rows.terminated[index] = rewards[key], terminated[key]
-                rows.truncated[index] = truncated[key] or is_late
-            else:
-                rows.rewards[index], rows.terminated[index], rows.truncated[index] = 0.0, False, True
-            rows.observations[index] = self._last[index]
-            if rows.terminated[index] or rows.truncated[index]:
-                self._live.discard(key)
-        return None
-
-
-class LaneGroup:
-    """Lanes of equal spaces that write adjacent rows; the boundary to the user's code.
-
-    Args:
-        lanes: the environments.
-        first: index of the first one among all of the vector environment; seeds depend on it.
-    """
-
-    def __init__(self, lanes: Sequence[Lane], first: int = 0) -> None:
-        self.lanes, self._first, self._width = lanes, first, len(lanes[0].agents)
-
-    def split(self, rows: StepRows) -> list[StepRows]:
-        """Return the rows of each lane, as views."""
-        bounds = range(0, len(self.lanes) * self._width, self._width)
-        return [rows.part(slice(first, first + self._width)) for first in bounds]
-
-    def begin(self, seed: int, rows: Sequence[StepRows]) -> None:
-        """Begin a new episode in every lane."""
-        for index, lane in enumerate(self.lanes):
-            try:
-                lane.begin(lane_seed(seed, self._first + index), rows[index])
-            except Exception as error:  # the user's class may raise anything
-                raise self._failure(index, "reset", error) from error
-
-    def step(self, actions: Array, rows: Sequence[StepRows]) -> None:
-        """Step every lane.
-
-        Raises:
-            EnvironmentFailure: an environment raised, or returned something else than it must.
-        """
-        listed = actions.tolist() if actions.ndim == 1 else list(actions)
-        width = self._width
-        for index, lane in enumerate(self.lanes):
-            try:
-                lane.step(listed[index * width : (index + 1) * width], rows[index])
-            except Exception as error:  # the user's class may raise anything
-                raise self._failure(index, "step", error) from error
-
-    def _failure(self, index: int, method: str, error: Exception) -> RillflowError:
-        trace, slot = error.__traceback__, (self._first + index) * self._width
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        place = f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}" if trace is not None else ""
-        return EnvironmentFailure(
-            f"{self.lanes[index].name}.{method} of slot {slot} failed: {type(error).__name__}: {error}",
-            why=f"it raised, or returned something else than it must, at {place}",
-            fix="reset returns observation and info; step returns observation, reward, terminated, "
-            "truncated and info, as in Gymnasium since 0.26",
-        )
+        rows.rewards[:], rows.terminated[:], rows.truncated[:] = 0.0, False, True
+        for key, index in tuple(self._live.items()):
+            rows.observations[index] = self._array(observations[key])
+            rows.rewards[index], rows.terminated[index] = rewards[key], terminated[key]
+            rows.truncated[index] = is_cut = truncated[key] or self._length == self._limit
+            if terminated[key] or is_cut:
+                del self._live[key]
 
 
 def lane_seed(seed: int, lane: int) -> int:
@@ -243,33 +150,10 @@ def lane_seed(seed: int, lane: int) -> int:
     return int(np.random.SeedSequence([seed % 2**63, lane]).generate_state(1)[0] >> 1)
 
 
-class LaneSlots(SlotsBase):
-    """Base of environments made of lanes, here or in processes.
-
-    Args:
-        lane: one of them.
-        num_lanes: number of lanes.
-        clip: whether continuous actions are clipped to their bounds.
-    """
-
-    def __init__(self, lane: Lane, num_lanes: int, *, clip: bool) -> None:
-        super().__init__(tuple(lane.agents) * num_lanes, lane.observation_space, lane.action_space)
-        self._check = ActionCheck(self.action_space, self.num_slots, clip=clip)
-        self._totals = EpisodeTotals(self.num_slots)
-        self._is_real = np.issubdtype(self.observation_space.dtype, np.floating)
-
-    def _stepped(self, rows: StepRows) -> Stepped:
-        """Check rows that were written and return them, with the episodes that ended."""
-        if self._is_real and not math.isfinite(np.add.reduce(rows.observations, axis=None)):
-            check_finite(rows.observations, "observation")
-        episodes = self._totals.add(rows.rewards, rows.terminated | rows.truncated)
-        return Stepped(**vars(rows), episodes=episodes)
-
-
-def zero_rows(lane: Lane, num_slots: int) -> StepRows:
-    """Return rows for a lane's observations."""
+def empty_rows(lane: Lane, num_slots: int) -> Stepped:
+    """Return arrays for the results of some slots."""
     space = lane.observation_space
-    return StepRows(
+    return Stepped(
         observations=np.zeros((num_slots, *(space.shape or ())), space.dtype),
         rewards=np.zeros(num_slots, np.float32),
         terminated=np.zeros(num_slots, bool),
@@ -277,35 +161,63 @@ def zero_rows(lane: Lane, num_slots: int) -> StepRows:
     )
 
 
-class InlineEnvironment(LaneSlots):
-    """Slots of lanes in this process.
+class InlineEnvironment(SlotsBase):
+    """Slots of lanes in this process; the boundary to the user's code.
 
     Args:
         lanes: environments of equal spaces.
-        clip: whether continuous actions are clipped to their bounds.
+        first: index of the first lane among those of all processes; seeds depend on it.
     """
 
-    def __init__(self, lanes: Sequence[Lane], *, clip: bool = True) -> None:
-        super().__init__(lanes[0], len(lanes), clip=clip)
-        self._group, self._rows = LaneGroup(lanes), zero_rows(lanes[0], self.num_slots)
-        self._parts = self._group.split(self._rows)
+    def __init__(self, lanes: Sequence[Lane], first: int = 0) -> None:
+        lane, self._lanes, self._first_lane = lanes[0], lanes, first
+        self._width = len(lane.agents)
+        agents = tuple(lane.agents) * len(lanes)
+        super().__init__(agents, lane.observation_space, lane.action_space, first * self._width)
+        self._rows = rows = empty_rows(lane, self.num_slots)
+        starts = range(0, self.num_slots, self._width)
+        self._parts = [
+            Stepped(**{name: each[start : start + self._width] for name, each in vars(rows).items()})
+            for start in starts
+        ]
 
     def reset(self, seed: int) -> Array:
         """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
-        self._totals.clear()
-        self._group.begin(seed, self._parts)
+        self._begun()
+        for index, lane in enumerate(self._lanes):
+            try:
+                lane.begin(lane_seed(seed, self._first_lane + index), self._parts[index])
+            except Exception as error:  # the user's class may raise anything
+                raise self._failure(index, "reset", error) from error
         return self._rows.observations
 
     def step(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.step``."""
-        self._group.step(self._check(actions), self._parts)
-        return self._stepped(self._rows)
+        actions = self._checked(actions)
+        listed = actions.tolist() if actions.ndim == 1 else list(actions)
+        width, rows = self._width, self._rows
+        for index, lane in enumerate(self._lanes):
+            try:
+                lane.step(listed[index * width : (index + 1) * width], self._parts[index])
+            except Exception as error:  # the user's class may raise anything
+                raise self._failure(index, "step", error) from error
+        ended = rows.terminated | rows.truncated
+        return self._stepped(rows.observations, rows.rewards, rows.terminated, rows.truncated, ended)
+
+    def _failure(self, index: int, method: str, error: Exception) -> EnvironmentFailure:
+        place, slot = traceback.extract_tb(error.__traceback__)[-1], self._first + index * self._width
+        return EnvironmentFailure(
+            f"{self._lanes[index].name}.{method} of slot {slot} failed: {type(error).__name__}: {error}",
+            why=f"it raised, or returned a wrong value, at {place.filename}, line {place.lineno}",
+            fix="reset returns observation and info; step returns observation, reward, terminated, "
+            "truncated and info, as in Gymnasium since 0.26",
+        )
 
     def render(self, slot: int) -> Array | None:
         """Return a frame of a slot's environment."""
-        return self._group.lanes[slot * len(self._group.lanes) // self.num_slots].render()
+        return self._lanes[slot // self._width].render()
 
     def close(self) -> None:
         """End all environments."""
-        for lane in self._group.lanes:
+        for lane in self._lanes:
             lane.close()

@@ -18,15 +18,14 @@ class MultiAgentCartPole:
     Args:
         num_agents: number of agents.
         render_mode: ``rgb_array`` draws the first agent.
-        id: Gymnasium's id of the environment of one agent.
     """
 
-    def __init__(self, num_agents: int = 4, id: str = "CartPole-v1", render_mode: str | None = None) -> None:
+    def __init__(self, num_agents: int = 4, render_mode: str | None = None) -> None:
         self.possible_agents = [f"agent_{index}" for index in range(num_agents)]
         self.agents: list[str] = []
         """Agents that have not ended."""
         self._poles = {
-            agent: gymnasium.make(id, disable_env_checker=True, render_mode=render_mode)
+            agent: gymnasium.make("CartPole-v1", disable_env_checker=True, render_mode=render_mode)
             for agent in self.possible_agents
         }
 

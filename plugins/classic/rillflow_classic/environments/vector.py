@@ -69,172 +69,138 @@ class VectorEnvironment(Protocol):
             EnvironmentFailure: an environment raised, hung, died, or returned something wrong.
         """
 
-    def render(self, slot: int) -> Array | None:
+    def render(self, slot: int) -> Array | None:  # noqa: ARG002
         """Return a frame [H, W, 3] uint8 of a slot; None if the environment shows nothing."""
+        return None
 
     def state(self) -> Mapping[str, Array]:
         """Return the running statistics by name; empty without normalisation."""
+        return {}
 
-    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
+    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:  # noqa: ARG002
         """Restore what ``state`` returned; frozen statistics change no more, as evaluation needs them."""
+        return
 
     def close(self) -> None:
         """End all environments and their processes."""
+        return
 
 
-class SlotsBase:
-    """Base of environments: what a vector environment without pictures and statistics has.
+class SlotsBase(VectorEnvironment):
+    """Base of all providers: checks actions and results, and counts episodes.
 
     Args:
         agents: name of the agent of every slot.
         observation_space: space of one slot's observation.
-        action_space: space of one slot's action.
+        action_space: space of one slot's action; both are of ``array_space``.
+        first: number of the first slot, for errors and episodes.
     """
 
-    def __init__(self, agents: Sequence[str], observation_space: Space, action_space: Space) -> None:
-        self.agents, self.num_slots = agents, len(agents)
+    def __init__(
+        self, agents: Sequence[str], observation_space: Space, action_space: Space, first: int = 0
+    ) -> None:
+        self.agents, self.num_slots, self._first = agents, len(agents), first
         self.observation_space, self.action_space = observation_space, action_space
+        self._is_real = np.issubdtype(observation_space.dtype, np.floating)
+        self._totals, self._steps = np.zeros(self.num_slots), 0
+        self._starts = np.ones(self.num_slots, np.int64)  # the first step only resets
+        self._low: Any
+        self._high: Any
+        if isinstance(action_space, gymnasium.spaces.Box):
+            self._low, self._high, self._kinds = action_space.low, action_space.high, "fiu"
+        else:
+            self._low, self._high, self._kinds = 0, int(action_space.n) - 1, "iu"  # type: ignore[attr-defined]
 
-    def render(self, slot: int) -> Array | None:
-        """Return no frame; see ``VectorEnvironment.render``."""
-        del slot
-        return None
+    def _begun(self) -> None:
+        """Forget all episodes: every slot has reset."""
+        self._totals[:], self._starts[:] = 0.0, self._steps
 
-    def state(self) -> Mapping[str, Array]:
-        """Return no statistics."""
-        return {}
-
-    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
-        """Restore no statistics."""
-
-    def close(self) -> None:
-        """End nothing."""
-
-
-class EpisodeTotals:
-    """Return and length of the present episode of every slot."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._rewards, self._starts, self._steps = np.zeros(num_slots), np.zeros(num_slots, np.int64), 0
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """[N] steps of the present episode; -1 before a reset."""
-        return self._steps - self._starts
-
-    def clear(self) -> None:
-        """Forget all episodes."""
-        self._rewards[:], self._starts[:] = 0.0, self._steps
-
-    def drop(self, slots: slice | NDArray[np.int64]) -> None:
-        """Forget episodes; their slots reset in the step after the next ``add``."""
-        self._rewards[slots], self._starts[slots] = 0.0, self._steps + 1
-
-    def add(self, rewards: NDArray[np.float32], ended: NDArray[np.bool_]) -> Sequence[FinishedEpisode]:
-        """Add one step; return the episodes that ended in it.
+    def _checked(self, actions: NDArray[Any]) -> NDArray[Any]:
+        """Return the actions to take, in the space's dtype; continuous ones are clipped to their bounds.
 
         Raises:
-            EnvironmentFailure: a reward is NaN or infinite.
+            EnvironmentFailure: wrong shape or dtype, an action outside a Discrete space, or NaN.
         """
-        self._rewards += rewards
+        shape = (self.num_slots, *(self.action_space.shape or ()))
+        if actions.shape != shape or actions.dtype.kind not in self._kinds:
+            raise EnvironmentFailure(
+                f"the actions are {actions.dtype} {list(actions.shape)}",
+                why=f"actions of {self.action_space} for all slots have the shape {list(shape)}",
+                fix="use a policy made for this action space",
+            )
+        if self._kinds == "iu":
+            inside = actions.astype(np.uint64) <= self._high  # a negative number becomes a large one
+        else:
+            actions = np.minimum(np.maximum(actions, self._low), self._high)  # faster than np.clip
+            inside = actions <= self._high  # not NaN
+        if np.count_nonzero(inside) < inside.size:
+            slot = int(np.argwhere(~inside)[0][0])
+            what = f"the action of slot {self._first + slot} is {actions[slot]}"
+            why = f"it is outside {self.action_space}"
+            raise EnvironmentFailure(what, why=why, fix="use a policy made for this action space")
+        return actions.astype(self.action_space.dtype, copy=False)
+
+    def _stepped(
+        self, observations: Array, rewards: Array, terminated: Array, truncated: Array, ended: Array
+    ) -> Stepped:
+        """Check the results of a step and return them, with the episodes that ended in it.
+
+        Raises:
+            EnvironmentFailure: an observation or a reward is NaN or infinite.
+        """
+        if self._is_real and not math.isfinite(np.add.reduce(observations, axis=None)):
+            self._require_finite(observations, "observation")
+        self._totals += rewards
         self._steps += 1
-        if not math.isfinite(self._rewards.dot(self._rewards)):
-            check_finite(rewards, "reward")
-        if not np.count_nonzero(ended):  # a tenth of the time of any()
-            return ()
-        slots = ended.nonzero()[0]
-        totals, lengths = self._rewards[slots].tolist(), (self._steps - self._starts[slots]).tolist()
-        episodes = tuple(
-            FinishedEpisode(total_reward=total, length=length, slot=slot)
-            for slot, total, length in zip(slots.tolist(), totals, lengths, strict=True)
-            if length > 0
-        )
-        self.drop(slots)
-        return episodes
-
-
-def check_finite(values: Array, what: str) -> None:
-    """Raise EnvironmentFailure that names the first slot whose values [N, ...] are NaN or infinite."""
-    bad = np.argwhere(~np.isfinite(values))
-    if len(bad):
-        slot, *rest = bad[0].tolist()
-        place = f" at {rest}" if rest else ""
-        raise EnvironmentFailure(
-            f"the environment of slot {slot} returned the {what} {values[tuple(bad[0])]}{place}",
-            why="a network cannot learn from NaN or infinity",
-            fix="return finite numbers; look for a division by zero or a diverged simulation",
+        if not math.isfinite(self._totals.dot(self._totals)):
+            self._require_finite(rewards, "reward")
+        episodes: Sequence[FinishedEpisode] = ()
+        if np.count_nonzero(ended):  # a tenth of the time of any()
+            slots = ended.nonzero()[0]
+            lengths = self._steps - self._starts[slots]
+            episodes = tuple(
+                FinishedEpisode(total_reward=total, length=length, slot=self._first + slot)
+                for slot, total, length in zip(
+                    slots.tolist(), self._totals[slots].tolist(), lengths.tolist(), strict=True
+                )
+                if length > 0
+            )
+            self._totals[slots], self._starts[slots] = 0.0, self._steps + 1
+        return Stepped(
+            observations=observations,
+            rewards=rewards,
+            terminated=terminated,
+            truncated=truncated,
+            episodes=episodes,
         )
 
+    def _require_finite(self, values: Array, what: str) -> None:
+        """Raise EnvironmentFailure that names the first slot whose values [N, ...] are NaN or infinite."""
+        for slot, *rest in np.argwhere(~np.isfinite(values))[:1].tolist():
+            place = f" at {rest}" if rest else ""
+            value = values[(slot, *rest)]
+            raise EnvironmentFailure(
+                f"the environment of slot {self._first + slot} returned the {what} {value}{place}",
+                why="a network cannot learn from NaN or infinity",
+                fix="return finite numbers; look for a division by zero or a diverged simulation",
+            )
 
-def array_space(space: object, name: str) -> Space:
-    """Return the space of observations as one array; float64 becomes float32.
+
+def array_space(space: Space, what: str) -> Space:
+    """Return a space whose values are one array; float64 becomes float32.
 
     Raises:
-        ConfigError: observations are none, such as a Dict.
+        ConfigError: the space is another one than a Box, or a Discrete from 0 on; ``what`` names it.
     """
     if isinstance(space, gymnasium.spaces.Box) and space.dtype == np.float64:
         with np.errstate(over="ignore"):
             low, high = space.low.astype(np.float32), space.high.astype(np.float32)
         return gymnasium.spaces.Box(low, high, dtype=np.float32)
-    if isinstance(space, gymnasium.spaces.Box | gymnasium.spaces.Discrete):
+    is_discrete = isinstance(space, gymnasium.spaces.Discrete) and space.start == 0
+    if is_discrete or isinstance(space, gymnasium.spaces.Box):
         return space
     raise ConfigError(
-        f"environment.id is {name!r}, and its observations are {space}",
-        why="an observation is one array",
-        fix="wrap the environment with gymnasium.wrappers.FlattenObservation in a class of your own",
+        f"{what} are {space}",
+        why="an observation or an action is one array of a Box, or a number of a Discrete from 0 on",
+        fix="wrap the environment, for example with gymnasium.wrappers.FlattenObservation, in a class",
     )
-
-
-class ActionCheck:
-    """Checks the actions of all slots, [N] or [N, A], against the space of one.
-
-    Args:
-        space: space of one action, Discrete or Box.
-        num_slots: number of slots N.
-        clip: whether continuous actions are clipped to their bounds.
-
-    Raises:
-        ConfigError: the space is of another kind.
-    """
-
-    def __init__(self, space: Space, num_slots: int, *, clip: bool) -> None:
-        self._space, self._shape = space, (num_slots, *(space.shape or ()))
-        self._low: Any
-        self._high: Any
-        if isinstance(space, gymnasium.spaces.Box):
-            self._low, self._high, self._kinds, self._clip = space.low, space.high, "fiu", clip
-        elif isinstance(space, gymnasium.spaces.Discrete) and space.start == 0:
-            self._low, self._high, self._kinds, self._clip = 0, int(space.n) - 1, "iu", False
-        else:
-            raise ConfigError(
-                f"the environment's actions are {space}",
-                why="a policy writes Discrete actions from 0 on, or Box actions",
-                fix="wrap the environment so that its actions are one of these",
-            )
-
-    def __call__(self, actions: NDArray[Any]) -> NDArray[Any]:
-        """Return the actions to take, in the space's dtype.
-
-        Raises:
-            EnvironmentFailure: wrong shape or dtype, or an action outside the space.
-        """
-        if actions.shape != self._shape or actions.dtype.kind not in self._kinds:
-            raise EnvironmentFailure(
-                f"the actions are {actions.dtype} {list(actions.shape)}",
-                why=f"actions of {self._space} for all slots have the shape {list(self._shape)}",
-                fix="use a policy made for this action space",
-            )
-        if self._clip:
-            actions = np.minimum(np.maximum(actions, self._low), self._high)  # faster than np.clip
-        if self._kinds == "iu":
-            inside = actions.astype(np.uint64) <= self._high  # a negative number becomes a large one
-        else:
-            inside = (actions >= self._low) & (actions <= self._high)
-        if np.count_nonzero(inside) < inside.size:
-            slot = int(np.argwhere(~inside)[0][0])
-            raise EnvironmentFailure(
-                f"the action of slot {slot} is {actions[slot]}",
-                why=f"it is outside {self._space}",
-                fix="set environment.clip_actions, or use a policy whose outputs fit the action space",
-            )
-        return actions.astype(self._space.dtype, copy=False)

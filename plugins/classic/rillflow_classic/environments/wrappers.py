@@ -5,7 +5,7 @@ environment ─> RewardScale, RewardClip ─> ObservationScale ─> FrameStack �
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
-from rillflow_classic.environments.vector import SlotsBase, Space, Stepped, VectorEnvironment
+from rillflow_classic.environments.vector import Space, Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array
 
 _EPSILON = 1e-8
@@ -29,36 +29,30 @@ class RunningMoments:
     """
 
     def __init__(self, shape: tuple[int, ...] = ()) -> None:
-        self.mean = np.zeros(shape)
+        self.mean: Any = np.zeros(shape)
         """[...] mean; 0 before the first value."""
-        self.squares = np.zeros(shape)
+        self.squares: Any = np.zeros(shape)
         """[...] sum of squared distances from the mean."""
         self.count = 0.0
         """Number of values."""
 
     @property
-    def variance(self) -> NDArray[np.float64]:
-        """[...] variance; 1 before the first two values."""
-        return self.squares / self.count if self.count > 1 else np.ones_like(self.squares)
-
-    @property
     def scale(self) -> NDArray[np.float32]:
-        """[...] 1 / standard deviation."""
-        return (1.0 / np.sqrt(self.variance + _EPSILON)).astype(np.float32)
+        """[...] 1 / standard deviation; 1 before the first two values."""
+        variance = self.squares / self.count if self.count > 1 else np.ones_like(self.squares)
+        scale: NDArray[np.float32] = (1.0 / np.sqrt(variance + _EPSILON)).astype(np.float32)
+        return scale
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add values [B, ...]."""
-        if len(values):
-            values = values.astype(np.float64, copy=False)
-            mean = values.mean(0)
-            self._merge(mean, np.square(values - mean).sum(0), float(len(values)))
-
-    def _merge(self, mean: Any, squares: Any, count: float) -> None:
-        total = self.count + count
+        """Add values [B, ...]; a third of the time of Gymnasium's RunningMeanStd."""
+        if not (count := len(values)):
+            return
+        values = values.astype(np.float64, copy=False)
+        mean, total = values.mean(0), self.count + count
         distance = mean - self.mean
-        self.mean = self.mean + distance * (count / total)
-        self.squares = self.squares + squares + np.square(distance) * (self.count * count / total)
-        self.count = total
+        self.squares = self.squares + np.square(values - mean).sum(0)
+        self.squares += np.square(distance) * (self.count * count / total)
+        self.mean, self.count = self.mean + distance * (count / total), total
 
     def state(self, name: str) -> dict[str, Array]:
         """Return the moments as arrays under a name."""
@@ -70,35 +64,38 @@ class RunningMoments:
         self.count = float(state[f"{name}/count"])
 
 
-def merged_state(states: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """Return the statistics of several environments, each of which saw data of its own, as of one."""
-    merged: dict[str, Array] = {}
-    for name in {key.rpartition("/")[0] for key in states[0]}:
-        total = RunningMoments(states[0][f"{name}/mean"].shape)
-        for state in states:
-            part = RunningMoments()
-            part.restore(state, name)
-            if part.count:
-                total._merge(part.mean, part.squares, part.count)
-        merged |= total.state(name)
-    return merged
-
-
-class _Wrapper(SlotsBase):
+class _Wrapper:
     """Passes everything on to an inner environment; adds statistics of its own if they have a name."""
 
     name = ""
     """Name of the statistics."""
 
     def __init__(self, inner: VectorEnvironment, space: Space | None = None) -> None:
-        super().__init__(inner.agents, space or inner.observation_space, inner.action_space)
+        self.agents, self.num_slots = inner.agents, inner.num_slots
+        self.observation_space, self.action_space = space or inner.observation_space, inner.action_space
         self._inner, self._is_frozen, self._moments = inner, False, RunningMoments()
         self._after_end: NDArray[np.bool_] = np.zeros(inner.num_slots, bool)
 
     def reset(self, seed: int) -> Array:
         """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
         self._after_end = np.zeros(self.num_slots, bool)
-        return self._inner.reset(seed)
+        return self._first(self._inner.reset(seed))
+
+    def step(self, actions: Array) -> Stepped:
+        """Step every slot; see ``VectorEnvironment.step``."""
+        stepped = self._inner.step(actions)
+        ended = stepped.terminated | stepped.truncated
+        changed = self._changed(stepped, ended)
+        self._after_end = ended
+        return changed
+
+    def _first(self, observations: Array) -> Array:
+        """Return the first observations of the episodes as the wrapper shows them."""
+        return observations
+
+    def _changed(self, stepped: Stepped, ended: NDArray[np.bool_]) -> Stepped:
+        """Return a step as the wrapper shows it; ``_after_end``: slots that ended in the step before."""
+        raise NotImplementedError
 
     def render(self, slot: int) -> Array | None:
         """Return a frame of a slot."""
@@ -128,32 +125,26 @@ class RewardScale(_Wrapper):
 
     name = "rewards"
 
-    def __init__(self, inner: VectorEnvironment, discount: float) -> None:
+    def __init__(self, inner: VectorEnvironment, discount: float = 0.99) -> None:
         super().__init__(inner)
         self._discount, self._returns = discount, np.zeros(inner.num_slots)
 
-    def reset(self, seed: int) -> Array:
-        """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
+    def _first(self, observations: Array) -> Array:
         self._returns[:] = 0.0
-        return super().reset(seed)
+        return observations
 
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot; see ``VectorEnvironment.step``."""
-        stepped = self._inner.step(actions)
+    def _changed(self, stepped: Stepped, ended: NDArray[np.bool_]) -> Stepped:
         self._returns = self._returns * self._discount + stepped.rewards
         if not self._is_frozen:
             self._moments.add(self._returns[~self._after_end])
-        self._after_end = stepped.terminated | stepped.truncated
-        self._returns[self._after_end] = 0.0
+        self._returns[ended] = 0.0
         return replace(stepped, rewards=stepped.rewards * self._moments.scale)
 
 
 class RewardClip(_Wrapper):
     """Clips rewards to -1 and 1."""
 
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot; see ``VectorEnvironment.step``."""
-        stepped = self._inner.step(actions)
+    def _changed(self, stepped: Stepped, ended: NDArray[np.bool_]) -> Stepped:  # noqa: ARG002
         return replace(stepped, rewards=np.clip(stepped.rewards, -1.0, 1.0))
 
 
@@ -171,16 +162,11 @@ class ObservationScale(_Wrapper):
         super().__init__(inner, gymnasium.spaces.Box(-_LARGEST, _LARGEST, shape, np.float32))
         self._moments = RunningMoments(shape)
 
-    def reset(self, seed: int) -> Array:
-        """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
-        return self._scaled(super().reset(seed), self._after_end)
+    def _first(self, observations: Array) -> Array:
+        return self._scaled(observations, self._after_end)
 
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot; see ``VectorEnvironment.step``."""
-        stepped = self._inner.step(actions)
-        ended = stepped.terminated | stepped.truncated
-        repeated, self._after_end = self._after_end & ended, ended
-        return replace(stepped, observations=self._scaled(stepped.observations, repeated))
+    def _changed(self, stepped: Stepped, ended: NDArray[np.bool_]) -> Stepped:
+        return replace(stepped, observations=self._scaled(stepped.observations, self._after_end & ended))
 
     def _scaled(self, observations: Any, repeated: NDArray[np.bool_]) -> Array:
         """Add observations to the statistics, but those of agents that have ended, and scale all."""
@@ -208,19 +194,15 @@ class FrameStack(_Wrapper):
         self._frames, self._newest = frames, frames - 1
         self._ring: Any = np.zeros((inner.num_slots, 2 * frames, *space.shape), space.dtype)
 
-    def reset(self, seed: int) -> Array:
-        """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
-        self._ring[:] = np.expand_dims(super().reset(seed), 1)
+    def _first(self, observations: Array) -> Array:
+        self._ring[:] = np.expand_dims(observations, 1)
         return self._stack()
 
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot; see ``VectorEnvironment.step``."""
-        stepped = self._inner.step(actions)
+    def _changed(self, stepped: Stepped, ended: NDArray[np.bool_]) -> Stepped:  # noqa: ARG002
         self._newest = (self._newest + 1) % self._frames
         self._ring[:, self._newest] = self._ring[:, self._newest + self._frames] = stepped.observations
         if self._after_end.any():
             self._ring[self._after_end] = stepped.observations[self._after_end][:, None]
-        self._after_end = stepped.terminated | stepped.truncated
         return replace(stepped, observations=self._stack())
 
     def _stack(self) -> Array:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
 
 from rillflow.records.metrics import Metrics, Sum, merge_metrics
-from rillflow.workers.backend import RankLost
-from rillflow_classic.worker_set import WorkerCall, WorkerSet
+from rillflow_classic.worker_set import WorkerCall, WorkerSet, check_calls
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -36,13 +34,12 @@ class NotReady:
         return bool(self.calls) or self.polls
 
     @classmethod
-    def of(cls, each: Iterable[NotReady]) -> NotReady:
+    def of(cls, each: Sequence[NotReady]) -> NotReady:
         """Return the state of a plan that waits for any of several."""
-        found = tuple(each)
         return cls(
-            calls=tuple(call for one in found for call in one.calls),
-            polls=any(one.polls for one in found),
-            why=tuple(dict.fromkeys(why for one in found for why in one.why)),
+            calls=tuple(call for one in each for call in one.calls),
+            polls=any(one.polls for one in each),
+            why=tuple(dict.fromkeys(why for one in each for why in one.why)),
         )
 
 
@@ -75,14 +72,11 @@ class PlanContext:
 
     Args:
         worker: the worker's object, for transforms that run on it.
-        objects: objects that are kept on the worker's rank.
     """
 
-    def __init__(self, worker: Any = None, objects: dict[str, Any] | None = None) -> None:
+    def __init__(self, worker: Any = None) -> None:
         self.worker = worker
         """The object of the worker that runs these operators; None in the controller's process."""
-        self.objects = {} if objects is None else objects
-        """Objects that are kept on its rank."""
         self.source: SourceWorker | None = None
         """Where the present item comes from."""
         self.moves = 0
@@ -106,12 +100,8 @@ class PlanContext:
 
     def worked(self, label: str, began_s: float) -> None:
         """Count the time of an operator's call that began at a time of ``perf_counter`` and ends now."""
-        known = self._work.get(label)
-        spent_s = time.perf_counter() - began_s
-        if known is None:
-            self._work[label] = OperatorWork(began_s=began_s, spent_s=spent_s)
-        else:
-            known.spent_s += spent_s
+        work = self._work.setdefault(label, OperatorWork(began_s=began_s, spent_s=0.0))
+        work.spent_s += time.perf_counter() - began_s
 
     def take_work(self) -> dict[str, OperatorWork]:
         """Return the work of every operator by label, and begin anew."""
@@ -123,21 +113,11 @@ class PlanContext:
         note = f"worker {source.index} of {source.workers.pool} is left out: {reason}"
         self.notes.append(note)
         self.record({"actor/lost/sum": Sum(value=1.0)})
-        _log.warning("%s", note)
+        _log.info("%s", note)
 
     def sent(self, calls: Iterable[WorkerCall]) -> None:
-        """Keep calls whose results nobody reads, and raise the error of one that has failed.
-
-        The loss of a worker is no error here: the gather that reads its items leaves it out.
-        """
-        waiting = []
-        for call in (*self._sent, *calls):
-            if not call.is_ready:
-                waiting.append(call)
-                continue
-            with suppress(RankLost):
-                call.read(0.0)
-        self._sent = waiting
+        """Keep calls whose results nobody reads; see ``check_calls``."""
+        self._sent = check_calls([*self._sent, *calls])
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
         """Return the object of this run under a key; make it at first."""

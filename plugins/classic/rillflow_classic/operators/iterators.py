@@ -22,9 +22,10 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any, Self
 
 from rillflow.errors import ClusterError, GraphError
@@ -54,8 +55,14 @@ class _Transforms(ABC):
         nodes.check(self.node)
 
     @abstractmethod
+    def _applied(self, node: PlanNode, transform: Transform) -> Self:
+        """Return the iterator of a transform."""
+
     def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
         """Apply a function; if ``is_flat``, each element of its result is an item."""
+        queue = function.queue if isinstance(function, Operator) else None
+        node = replace(self.node, label=label, inputs=(self.node,), queue=queue, initial=0)
+        return self._applied(node, partial(transformed, function, is_flat))
 
     def for_each(self, function: Function) -> Self:
         """Apply a function to every item; while it returns NotReady, it is called again later."""
@@ -118,10 +125,6 @@ class LocalIterator(_Transforms):
         paired = Operator(label="zip_with_source", begin=lambda context: lambda item: (context.source, item))
         return self.for_each(paired)
 
-    def union(self, *others: LocalIterator, mode: str = "round_robin", **how: Any) -> LocalIterator:
-        """Return the items of several iterators; see ``concurrently``."""
-        return concurrently([self, *others], mode, **how)
-
     def duplicate(self, copies: int, capacity: int = 16) -> tuple[LocalIterator, ...]:
         """Return iterators that each have every item.
 
@@ -131,22 +134,30 @@ class LocalIterator(_Transforms):
         _at_least_one("the number of copies", copies)
         _at_least_one("the capacity of a copy", capacity)
         label = f"duplicate {copies}"
-        split = PlanNode(label=label, kind=nodes.SPLIT, inputs=(self.node,), size=copies)
+        split = PlanNode(label=label, inputs=(self.node,), copies=copies)
 
         def started(index: int, context: PlanContext) -> Iterator[Any]:
-            shared = context.shared(split, lambda: _Split(self.start(context), copies, capacity, label))
-            return shared.copy(index, context)
+            items = context.shared(split, lambda: self.start(context))
+            held = context.shared((split, copies), lambda: [deque[Any]() for _ in range(copies)])
+            while True:
+                if held[index]:
+                    yield _popped(held[index], context)
+                elif slow := [place for place, each in enumerate(held) if len(each) >= capacity]:
+                    why = f"copy {slow[0]} of {label} is {capacity} items behind copy {index}"
+                    yield NotReady(why=(why,))
+                elif isinstance(item := next(items, held), NotReady):
+                    yield item
+                elif item is held:  # the end
+                    return
+                else:
+                    for each in held:
+                        each.append((item, context.source))
 
-        return tuple(
-            LocalIterator(PlanNode(label=f"copy {index}", inputs=(split,)), partial(started, index))
-            for index in range(copies)
-        )
+        ends = [PlanNode(label=f"copy {index}", inputs=(split,)) for index in range(copies)]
+        return tuple(LocalIterator(node, partial(started, index)) for index, node in enumerate(ends))
 
-    def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
-        queue = function.queue if isinstance(function, Operator) else None
-        kind = nodes.TRANSFORM if queue is None else nodes.ENQUEUE
-        node = PlanNode(label=label, kind=kind, inputs=(self.node,), queue=queue)
-        return type(self)(node, lambda context: transformed(function, is_flat, context, self.start(context)))
+    def _applied(self, node: PlanNode, transform: Transform) -> Self:
+        return type(self)(node, lambda context: transform(context, self.start(context)))
 
 
 class ParallelIterator(_Transforms):
@@ -165,11 +176,11 @@ class ParallelIterator(_Transforms):
         A barrier: the workers are called only when the next list is wanted. So no worker runs between two
         lists, and each message sent in between, such as new weights, precedes the next items.
         """
-        return self._gathered("batch_across_workers", self._shards.rounds)
+        return self._gathered("batch_across_workers", partial(self._shards.rounds, one_by_one=False))
 
     def gather_sync(self) -> LocalIterator:
         """Return the items of ``batch_across_workers`` one by one: the same barrier between two rounds."""
-        return self._gathered("gather_sync", self._shards.in_rounds)
+        return self._gathered("gather_sync", partial(self._shards.rounds, one_by_one=True))
 
     def gather_async(self, num_async: int = 1) -> LocalIterator:
         """Return items as they come, those of one worker in its order.
@@ -179,24 +190,17 @@ class ParallelIterator(_Transforms):
         in the worker's mailbox: an item is made at most k - 1 items before the newest message.
         """
         _at_least_one("num_async", num_async)
-        return self._gathered(
-            f"gather_async {num_async}", partial(self._shards.as_they_come, num_async=num_async)
-        )
+        start = partial(self._shards.as_they_come, num_async=num_async)
+        return self._gathered(f"gather_async {num_async}", start)
 
     def _gathered(self, label: str, start: Start) -> LocalIterator:
         return LocalIterator(PlanNode(label=label, inputs=(self.node,)), start)
 
-    def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
-        if isinstance(function, Operator) and function.queue is not None:
-            raise GraphError(
-                f"{label} runs on {self.node.role}",
-                why="a queue is in the controller's process, and this transform runs on workers",
-                fix="gather first, then enqueue",
-            )
-        node = PlanNode(label=label, inputs=(self.node,), role=self.node.role, is_parallel=True)
-        transform: Transform = partial(transformed, function, is_flat)
-        shards = replace(self._shards, transforms=(*self._shards.transforms, transform))
-        return type(self)(node, shards)
+    def _applied(self, node: PlanNode, transform: Transform) -> Self:
+        if node.queue is not None:
+            why, fix = "a queue is in the controller's process", "fill it after a gather"
+            raise GraphError(f"{node.label} runs on {node.role}", why=why, fix=fix)
+        return type(self)(node, replace(self._shards, transforms=(*self._shards.transforms, transform)))
 
 
 def from_workers(workers: WorkerSet[Any], method: Method, *arguments: Any) -> ParallelIterator:
@@ -208,13 +212,13 @@ def from_workers(workers: WorkerSet[Any], method: Method, *arguments: Any) -> Pa
         arguments: its arguments.
     """
     label = method if isinstance(method, str) else label_of(method).strip("_")
-    node = PlanNode(label=label, kind=nodes.SOURCE, role=workers.pool, is_parallel=True)
+    node = PlanNode(label=label, role=workers.pool, is_parallel=True)
     return ParallelIterator(node, WorkerShards(workers=workers, method=method, arguments=arguments))
 
 
 def from_items(items: Iterable[Any], label: str = "items") -> LocalIterator:
     """Return an iterator over items of this process."""
-    return LocalIterator(PlanNode(label=label, kind=nodes.SOURCE), lambda _: iter(items))
+    return LocalIterator(PlanNode(label=label), lambda _: iter(items))
 
 
 def from_function(function: Callable[[], Any], label: str = "") -> LocalIterator:
@@ -223,11 +227,8 @@ def from_function(function: Callable[[], Any], label: str = "") -> LocalIterator
     It returns ``NotReady(polls=True)`` while something outside the plan, such as a stream, has no item.
     """
 
-    def called(_: PlanContext) -> Iterator[Any]:
-        while True:
-            yield function()
-
-    return LocalIterator(PlanNode(label=label or label_of(function), kind=nodes.SOURCE), called)
+    node = PlanNode(label=label or label_of(function))
+    return LocalIterator(node, lambda _: (function() for _ in repeat(None)))
 
 
 def concurrently(
@@ -254,15 +255,12 @@ def concurrently(
     kept = range(len(flows)) if output_indexes is None else output_indexes
     shares = [1] * len(flows) if weights is None else list(weights)
     _check_flows(flows, mode, shares, kept)
-    many = 1 if mode == "round_robin" else AT_ONCE
-    limits = [math.inf if share == "*" else int(share) * many for share in shares]
+    is_async = mode == "async"
+    limits = [math.inf if each == "*" else int(each) * (AT_ONCE if is_async else 1) for each in shares]
+    waits = [not is_async and each != "*" for each in shares]
 
     def started(context: PlanContext) -> Iterator[Any]:
-        turns = [
-            _Turn(flow.start(context), context, limit, waits=mode == "round_robin" and limit != math.inf)
-            for flow, limit in zip(flows, limits, strict=True)
-        ]
-        return _merged(turns, [turns[index] for index in kept])
+        return _merged([flow.start(context) for flow in flows], context, limits, waits, kept)
 
     shown = "" if output_indexes is None else f", output {', '.join(str(each) for each in kept)}"
     node = PlanNode(label=f"concurrently {mode}{shown}", inputs=tuple(each.node for each in flows))
@@ -296,15 +294,17 @@ def queue(capacity: int, initial: Sequence[Any] = ()) -> tuple[Operator, LocalIt
     def taken(context: PlanContext) -> Iterator[Any]:
         items, empty = held(context), NotReady(why=(f"a queue of {capacity} is empty",))
         while True:
-            if items:
-                item, context.source = items.popleft()
-                context.moves += 1
-                yield item
-            else:
-                yield empty
+            yield _popped(items, context) if items else empty
 
-    node = PlanNode(label=f"dequeue {capacity}", kind=nodes.DEQUEUE, queue=key, size=len(initial))
+    node = PlanNode(label=f"dequeue {capacity}", queue=key, initial=len(initial))
     return Operator(label=f"enqueue {capacity}", begin=begin, queue=key), LocalIterator(node, taken)
+
+
+def _popped(items: deque[Any], context: PlanContext) -> Any:
+    """Take an item that was kept with its source."""
+    item, context.source = items.popleft()
+    context.moves += 1
+    return item
 
 
 def collect(
@@ -318,11 +318,11 @@ def collect(
         held: list[Any] = []
 
         def add(item: Any) -> Sequence[Any]:
-            nonlocal held
             held.append(item)
             if not is_full(held):
                 return ()
-            full, held = held, []
+            full = held.copy()
+            held.clear()
             return (join(context, full),)
 
         return add
@@ -330,69 +330,36 @@ def collect(
     return Operator(label=label, begin=begin)
 
 
-class _Split:
-    """The buffers of a duplicated iterator."""
-
-    def __init__(self, items: Iterator[Any], copies: int, capacity: int, label: str) -> None:
-        self._items, self._capacity, self._label = items, capacity, label
-        self._buffers = [deque[Any]() for _ in range(copies)]
-
-    def copy(self, index: int, context: PlanContext) -> Iterator[Any]:
-        mine = self._buffers[index]
-        while True:
-            if mine:
-                item, context.source = mine.popleft()
-                context.moves += 1
-                yield item
-            elif slow := [place for place, each in enumerate(self._buffers) if len(each) >= self._capacity]:
-                behind = f"copy {slow[0]} of {self._label} is {self._capacity} items behind copy {index}"
-                yield NotReady(why=(behind,))
-            elif isinstance(item := next(self._items, self), NotReady):
-                yield item
-            elif item is self:
-                return
-            else:
-                for each in self._buffers:
-                    each.append((item, context.source))
-
-
-class _Turn:
-    """A flow of a union, which keeps the source of its own items while other flows run."""
-
-    def __init__(self, items: Iterator[Any], context: PlanContext, limit: float, *, waits: bool) -> None:
-        self._items, self._context = items, context
-        self._source = context.source
-        self.limit, self.waits = limit, waits
-
-    def next(self) -> Any:
-        """Return the next item; the turn itself at the end."""
-        self._context.source = self._source
-        item = next(self._items, self)
-        self._source = self._context.source
-        return item
-
-
-def _merged(turns: list[_Turn], kept: Sequence[_Turn]) -> Iterator[Any]:
-    """Yield the kept items of flows that take turns."""
-    while turns:
+def _merged(
+    flows: Sequence[Iterator[Any]],
+    context: PlanContext,
+    limits: Sequence[float],
+    waits: Sequence[bool],
+    kept: Collection[int],
+) -> Iterator[Any]:
+    """Yield the kept items of flows that take turns; each keeps the source of its items meanwhile."""
+    sources, live = [context.source] * len(flows), list(range(len(flows)))
+    while live:
         idle: list[NotReady] = []
-        for turn in tuple(turns):
+        for index in tuple(live):
             taken = 0
-            while taken < turn.limit:
-                item = turn.next()
-                if item is turn:
-                    turns.remove(turn)
+            while taken < limits[index]:
+                context.source = sources[index]
+                item = next(flows[index], live)
+                sources[index] = context.source
+                if item is live:  # the flow's end
+                    live.remove(index)
                     break
                 if not isinstance(item, NotReady):
                     taken += 1
-                    if turn in kept:
+                    if index in kept:
                         yield item
-                elif turn.waits and item.is_outside:
+                elif waits[index] and item.is_outside:
                     yield item
                 else:
                     idle += [item] * (not taken)
                     break
-        if idle and len(idle) == len(turns):
+        if idle and len(idle) == len(live):
             yield NotReady.of(idle)
 
 
@@ -441,8 +408,8 @@ def _check_flows(
             why="without an output the plan would run for ever and never return an item",
             fix="name at least one of the flows, counted from 0",
         )
-    wrong = [each for each in weights if each != "*" and (not isinstance(each, int) or each < 1)]
-    if len(weights) != len(flows) or wrong or ("*" in weights and mode == "async"):
+    least = [1 if each == "*" and mode == "round_robin" else each for each in weights]
+    if len(least) != len(flows) or not all(isinstance(each, int) and each >= 1 for each in least):
         raise GraphError(
             f"the weights of {len(flows)} flows in mode {mode!r} are {list(weights)}",
             why="each flow takes at least 1 item in its turn; '*' is for round_robin",

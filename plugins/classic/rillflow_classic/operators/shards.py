@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,42 +41,33 @@ class WorkerShards:
     transforms: tuple[Transform, ...] = ()
     """Transforms that run on the worker."""
 
-    def rounds(self, context: PlanContext) -> Iterator[Any]:
-        """Yield lists of one item per worker; see ``ParallelIterator.batch_across_workers``."""
-        with _Opened(self, context) as opened:
+    def rounds(self, context: PlanContext, *, one_by_one: bool) -> Iterator[Any]:
+        """Yield lists of one item per worker, or their items one by one; see ``ParallelIterator``."""
+        with closing(_Opened(self, context)) as opened:
             while True:
-                yield from opened.round()
-                context.source = None
-                yield [item for _, item in opened.items]
-
-    def in_rounds(self, context: PlanContext) -> Iterator[Any]:
-        """Yield the items of rounds one by one; see ``ParallelIterator.gather_sync``."""
-        with _Opened(self, context) as opened:
-            while True:
-                yield from opened.round()
-                for context.source, item in opened.items:
-                    yield item
+                items = yield from opened.round()
+                if one_by_one:
+                    for context.source, item in items:
+                        yield item
+                else:
+                    context.source = None
+                    yield [item for _, item in items]
 
     def as_they_come(self, context: PlanContext, num_async: int) -> Iterator[Any]:
         """Yield items as they come; see ``ParallelIterator.gather_async``."""
-        with _Opened(self, context) as opened:
+        with closing(_Opened(self, context)) as opened:
             flying = {source: deque(opened.ask(source) for _ in range(num_async)) for source in opened.live}
             while True:
-                is_idle = True
-                for source, calls in tuple(flying.items()):
-                    if not calls[0].is_ready:
-                        continue
-                    is_idle = False
-                    try:
-                        item = calls.popleft().read()
-                    except RankLost as error:
+                ready = [source for source, calls in flying.items() if calls[0].is_ready]
+                for source in ready:
+                    item = opened.read(source, flying[source].popleft())
+                    if source not in opened.live:
                         del flying[source]
-                        opened.lose(source, error)
                         continue
                     context.source = source
                     yield item
-                    calls.append(opened.ask(source))
-                if is_idle:
+                    flying[source].append(opened.ask(source))
+                if not ready:
                     yield NotReady(calls=tuple(calls[0] for calls in flying.values()))
 
 
@@ -86,17 +78,13 @@ class _Opened:
         self._workers, self._context, self._key = shards.workers, context, uuid4().hex
         self.live = [SourceWorker(shards.workers, index) for index in range(shards.workers.size)]
         """Workers that are not lost."""
-        self.items: list[tuple[SourceWorker, Any]] = []
-        """Items of the present round."""
         sent = (self._key, shards.method, shards.arguments, shards.transforms)
         opening = shards.workers.submit_all(_open, *sent)
         for source, call in zip(tuple(self.live), opening, strict=True):
-            self._read(source, call)
+            self.read(source, call)
 
-    def __enter__(self) -> _Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Let the workers drop their iterators."""
         if self._workers.is_open:  # otherwise it ended with the backend
             for source in self.live:
                 self._workers.submit(source.index, _drop, self._key)
@@ -105,73 +93,64 @@ class _Opened:
         """Ask a worker for its next item."""
         return self._workers.submit(source.index, _next, self._key)
 
-    def lose(self, source: SourceWorker, error: RankLost) -> None:
-        """Leave a worker out.
+    def round(self) -> Generator[NotReady, None, list[tuple[SourceWorker, Any]]]:
+        """Ask every worker for one item, and return all; repeat it while no worker has one."""
+        while True:
+            calls = {source: self.ask(source) for source in self.live}
+            for call in calls.values():
+                while not call.is_ready:
+                    yield NotReady(calls=(call,))
+            found = [(source, self.read(source, call)) for source, call in calls.items()]
+            if items := [each for each in found if not isinstance(each[1], NotReady)]:
+                return items
+            yield NotReady.of([item for _, item in found])
+
+    def read(self, source: SourceWorker, call: WorkerCall) -> Any:
+        """Return a call's result; NotReady if its worker is lost, which is left out from then on.
 
         Raises:
             ClusterError: it was the last one.
         """
-        self.live.remove(source)
-        self._context.lost(source, error)
-        if not self.live:
+        try:
+            return call.read(DEADLINE_S)
+        except RankLost as error:
+            self.live.remove(source)
+            self._context.lost(source, error)
+            if self.live:
+                return NotReady()
             raise ClusterError(
                 f"all {self._workers.size} workers of {self._workers.pool} are lost",
                 why=f"the last one {error.what}",
                 fix="read the log of the first loss, then resume the run from its last checkpoint",
             ) from error
 
-    def round(self) -> Iterator[NotReady]:
-        """Ask every worker for one item, and wait for all; repeat it while no worker has one."""
-        self.items = []
-        while not self.items:
-            calls = {source: self.ask(source) for source in self.live}
-            for call in calls.values():
-                while not call.is_ready:
-                    yield NotReady(calls=(call,))
-            found = [(source, self._read(source, call)) for source, call in calls.items()]
-            self.items = [each for each in found if not isinstance(each[1], NotReady)]
-            if not self.items:
-                yield NotReady.of(item for _, item in found)
-
-    def _read(self, source: SourceWorker, call: WorkerCall) -> Any:
-        """Return a call's result; NotReady if its worker is lost."""
-        try:
-            return call.read(DEADLINE_S)
-        except RankLost as error:
-            self.lose(source, error)
-            return NotReady()
-
 
 def transformed(
     function: Function, is_flat: bool, context: PlanContext, items: Iterator[Any]
 ) -> Iterator[Any]:
-    """Apply a function to items; an operator begins here, before the first item is asked for."""
+    """Apply a function to items."""
     label = label_of(function)
     apply = function.begin(context) if isinstance(function, Operator) else function
-
-    def results() -> Iterator[Any]:
-        for item in items:
-            if isinstance(item, NotReady):
-                yield item
-                continue
+    for item in items:
+        if isinstance(item, NotReady):
+            yield item
+            continue
+        began_s = time.perf_counter()
+        while isinstance(result := apply(item), NotReady):
+            yield result
             began_s = time.perf_counter()
-            while isinstance(result := apply(item), NotReady):
-                yield result
-                began_s = time.perf_counter()
-            context.worked(label, began_s)
-            context.moves += 1
-            if is_flat:
-                yield from result
-            else:
-                yield result
-
-    return results()
+        context.worked(label, began_s)
+        context.moves += 1
+        if is_flat:
+            yield from result
+        else:
+            yield result
 
 
 def _open(site: Site, pool: str, key: str, method: Method, arguments: Any, transforms: Any) -> None:
     """Make the iterator of a worker."""
     worker = site.objects[pool]
-    context, items = PlanContext(worker, site.objects), _results(worker, method, arguments)
+    context, items = PlanContext(worker), _results(worker, method, arguments)
     for transform in transforms:
         items = transform(context, items)
     site.objects[key] = items
@@ -183,13 +162,11 @@ def _results(worker: Any, method: Method, arguments: tuple[Any, ...]) -> Iterato
         yield call(*arguments)
 
 
-def _next(site: Site, pool: str, key: str) -> Any:
+def _next(site: Site, pool: str, key: str) -> Any:  # noqa: ARG001
     """Return the next item of a worker's iterator."""
-    del pool
     return next(site.objects[key])
 
 
-def _drop(site: Site, pool: str, key: str) -> None:
+def _drop(site: Site, pool: str, key: str) -> None:  # noqa: ARG001
     """Forget a worker's iterator."""
-    del pool
     site.objects.pop(key, None)

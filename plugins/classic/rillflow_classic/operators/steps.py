@@ -10,19 +10,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 
 from rillflow.errors import GraphError, RecordError
 from rillflow.records.metrics import Mean, Metrics, merge_metrics
-from rillflow.workers.backend import Site
 from rillflow_classic.algorithm import System
 from rillflow_classic.fragment import Fragment, joined
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext
-from rillflow_classic.operators.iterators import LocalIterator, collect, from_function, from_workers
-from rillflow_classic.policy import Learner, Weights
+from rillflow_classic.operators.iterators import LocalIterator, collect, from_workers
+from rillflow_classic.policy import Learner
 from rillflow_classic.worker_set import WorkerSet
 
 Rollout = Fragment | Mapping[str, Fragment]
@@ -41,23 +40,11 @@ class WorkerGradients:
     """Version of the weights that acted and that have these gradients."""
 
 
-def bulk_sync_rollouts(workers: WorkerSet[Any], method: str = "sample") -> LocalIterator:
-    """Return rollouts of all actors side by side; no actor runs between two of them."""
-    return from_workers(workers, method).batch_across_workers().for_each(join)
-
-
-def async_rollouts(workers: WorkerSet[Any], method: str = "sample", *, num_async: int = 1) -> LocalIterator:
-    """Return rollouts of single actors as they come, with ``num_async`` calls in flight at each."""
-    return from_workers(workers, method).gather_async(num_async)
-
-
-def join(rollouts: Sequence[Rollout]) -> Rollout:
+def join(rollouts: Sequence[Any]) -> Rollout:
     """Return rollouts of several actors side by side, by policy if they have several."""
-    single = [each for each in rollouts if isinstance(each, Fragment)]
-    several = [each for each in rollouts if not isinstance(each, Fragment)]
-    if not several:
-        return joined(single)
-    return {name: joined([each[name] for each in several]) for name in several[0]}
+    if isinstance(rollouts[0], Fragment):
+        return joined(rollouts)
+    return {name: joined([each[name] for each in rollouts]) for name in rollouts[0]}
 
 
 def select(policy: str) -> Operator:
@@ -121,24 +108,17 @@ def train_one_step(system: System, policy: str = "", *, publish_every: int = 1) 
     return Operator(label=f"train {policy}".strip(), begin=lambda _: train)
 
 
-def compute_gradients(make: Callable[[], Learner], learner: Learner, policy: str = "policy") -> Operator:
-    """Compute gradients on the worker that sampled, with a learner of its own; for a ParallelIterator.
+def compute_gradients(policy: str = "policy") -> Operator:
+    """Compute gradients on the actor that sampled, with its own learner; for a ParallelIterator.
 
-    Args:
-        make: makes a learner on each worker.
-        learner: the learner of this process; those of the workers and the actors' policies begin with the
-            weights that it has when this operator is made.
-        policy: name of the policy in the actors.
+    The learner has the weights of the actor's policy, which ``Actor.load`` replaces.
     """
-    version, weights = learner.version, learner.weights()
 
     def begin(context: PlanContext) -> Callable[[Fragment], WorkerGradients]:
-        mine = context.objects[_key(policy)] = make()
-        mine.policy.load(version, weights)
-        context.worker.load(version, weights, policy)
+        learner = context.worker.learners[policy]
 
         def compute(fragment: Fragment) -> WorkerGradients:
-            gradients, metrics = mine.gradients(fragment)
+            gradients, metrics = learner.gradients(fragment)
             return WorkerGradients(gradients=gradients, metrics=metrics, version=int(fragment.versions.min()))
 
         return compute
@@ -174,11 +154,11 @@ def apply_gradients(
         def apply(item: WorkerGradients) -> Metrics:
             lag = learner.version - item.version
             learner.apply(item.gradients)
-            load = (_load, learner.version, learner.weights(), policy)
+            load = ("load", learner.version, learner.weights(), policy)
             if update_all is not None:
-                context.sent(update_all.submit_all(*load))
+                context.sent(update_all.call_all(*load))
             elif context.source is not None:
-                context.sent([context.source.workers.submit(context.source.index, *load)])
+                context.sent([context.source.call(*load)])
             else:
                 raise GraphError(
                     "apply_gradients has no source that could get the weights",
@@ -192,17 +172,14 @@ def apply_gradients(
     return Operator(label="apply_gradients" + " to all" * (update_all is not None), begin=begin)
 
 
-def store_to_replay(buffers: Any | WorkerSet[Any], seed: int = 0) -> Operator:
-    """Add items to a replay buffer of this process, or to a random one of several workers; return them."""
+def store_to_replay(buffers: WorkerSet[Any], seed: int = 0) -> Operator:
+    """Add items to the replay buffer of a random worker; return them."""
 
     def begin(context: PlanContext) -> Callable[[Any], Any]:
         generator = random.Random(seed)
 
         def store(item: Any) -> Any:
-            if isinstance(buffers, WorkerSet):
-                context.sent([buffers.call(generator.randrange(buffers.size), "add", item)])
-            else:
-                buffers.add(item)
+            context.sent([buffers.call(generator.randrange(buffers.size), "add", item)])
             return item
 
         return store
@@ -210,33 +187,33 @@ def store_to_replay(buffers: Any | WorkerSet[Any], seed: int = 0) -> Operator:
     return Operator(label="store_to_replay", begin=begin)
 
 
-def replay(
-    buffers: Any | WorkerSet[Any], batch_size: int, *, starts: int = 0, num_async: int = 4
-) -> LocalIterator:
-    """Return batches of a replay buffer of this process, or of several workers as they come.
+def replay(buffers: WorkerSet[Any], batch_size: int, *, starts: int = 0, num_async: int = 4) -> LocalIterator:
+    """Return batches of the replay buffers of several workers as they come.
 
     Args:
-        buffers: the buffer, or workers that each have one.
+        buffers: the workers.
         batch_size: transitions of a batch.
         starts: transitions that a buffer holds before it gives a batch; at least a batch.
         num_async: calls in flight at each worker.
     """
-    least = max(batch_size, starts)
-    if isinstance(buffers, WorkerSet):
-        return from_workers(buffers, _draw, batch_size, least).gather_async(num_async)
-    return from_function(partial(_draw, buffers, batch_size, least), "replay")
+    return from_workers(buffers, _draw, batch_size, max(batch_size, starts)).gather_async(num_async)
+
+
+def _draw(buffer: Any, batch_size: int, least: int) -> Any:
+    """Return a batch of a buffer that holds enough transitions."""
+    if buffer.num_transitions < least:
+        return NotReady(why=(f"a replay buffer has {buffer.num_transitions} of {least} transitions",))
+    return buffer.sample(batch_size)
 
 
 def update_target(update: Callable[[], None], every: int) -> Operator:
     """Call a function, which copies weights to a target network, at every ``every``-th item."""
 
     def begin(_: PlanContext) -> Callable[[Any], Any]:
-        count = 0
+        numbers = count(1)
 
         def counted(item: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count % every == 0:
+            if next(numbers) % every == 0:
                 update()
             return item
 
@@ -252,21 +229,3 @@ def report_metrics(every: int = 1) -> Operator:
         lambda held: len(held) == every,
         lambda context, held: merge_metrics([*held, context.take_metrics()]),
     )
-
-
-def _draw(buffer: Any, batch_size: int, least: int) -> Any:
-    """Return a batch of a buffer that holds enough transitions."""
-    if buffer.num_transitions < least:
-        return NotReady(why=(f"a replay buffer has {buffer.num_transitions} of {least} transitions",))
-    return buffer.sample(batch_size)
-
-
-def _key(policy: str) -> str:
-    return f"learner of {policy}"
-
-
-def _load(site: Site, pool: str, version: int, weights: Weights, policy: str) -> None:
-    """Load weights into a worker's policy and into the learner beside it."""
-    site.objects[pool].load(version, weights, policy)
-    if _key(policy) in site.objects:
-        site.objects[_key(policy)].policy.load(version, weights)

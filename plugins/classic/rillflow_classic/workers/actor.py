@@ -25,7 +25,7 @@ import numpy as np
 from rillflow.errors import ConfigError, StreamError
 from rillflow_classic.environments.vector import Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array, FinishedEpisode, Fragment, joined
-from rillflow_classic.policy import Acted, ActorPolicy, Weights
+from rillflow_classic.policy import Acted, ActorPolicy, Learner, Weights
 from rillflow_classic.streams.stream import ActingClient, FragmentSink, ParameterReader, refresh
 from rillflow_classic.workers.recording import ActingLayout, Arrays, Recording, fragment_of, layout_of
 from rillflow_classic.workers.work_report import WorkMeter, WorkReport
@@ -73,6 +73,7 @@ class Actor:
         clients: clients of inference streams by policy, for policies that act elsewhere.
         sink: sample stream, for ``poll``.
         parameters: parameter stream, for ``poll``.
+        learners: learners that have these policies, for plans that compute gradients here.
 
     Raises:
         ConfigError: the ring is empty, or an agent matches no policy.
@@ -94,6 +95,7 @@ class Actor:
         clients: Mapping[str, ActingClient] | None = None,
         sink: FragmentSink | None = None,
         parameters: ParameterReader | None = None,
+        learners: Mapping[str, Learner] | None = None,
     ) -> None:
         if not environments or steps < 1:
             raise ConfigError(
@@ -101,7 +103,7 @@ class Actor:
                 why="it steps at least one environment, at least one step",
             )
         self.index = index
-        self.policies = policies
+        self.policies, self.learners = policies, learners or {}
         self._clients = {name: InlineClient(policy) for name, policy in policies.items()} | dict(
             clients or {}
         )

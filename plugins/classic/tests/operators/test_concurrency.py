@@ -106,9 +106,7 @@ def test_round_robin_takes_its_weight_of_each_flow_in_turn(flows: list[tuple[int
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3))
 def test_async_takes_at_most_20_items_of_a_flow_before_the_next(lengths: list[int]) -> None:
-    union = from_items(named(lengths)[0]).union(
-        *(from_items(each) for each in named(lengths)[1:]), mode="async"
-    )
+    union = concurrently([from_items(each) for each in named(lengths)], "async")
     assert list(union) == list(in_turns(named(lengths), [AT_ONCE] * len(lengths)))
 
 
@@ -241,7 +239,10 @@ def plans_without_sense() -> dict[str, tuple[Callable[[], Any], str]]:
         "an unread queue": (unread.check, "nothing in the plan reads the queue of enqueue 2"),
         "an unread copy": (one.check, "1 of the 2 copies of duplicate 2 have no reader"),
         "two readers": (concurrently([source, source]).check, "2 operators read items"),
-        "two readers later": (lambda: list(source.union(source.for_each(abs))), "2 operators read items"),
+        "two readers later": (
+            lambda: list(concurrently([source, source.for_each(abs)])),
+            "2 operators read items",
+        ),
         "an empty queue": (queue(2)[1].check, "dequeue 2 waits for items that nothing makes"),
         "a cycle": (cycle.check, "dequeue 2 waits for items that nothing makes"),
         "a cycle beside a flow": (
@@ -259,7 +260,7 @@ def plans_without_sense() -> dict[str, tuple[Callable[[], Any], str]]:
         "a queue of 0": (lambda: queue(0), "the capacity of a queue is 0"),
         "copies without room": (lambda: source.duplicate(2, 0), "the capacity of a copy is 0"),
         "no copies": (lambda: source.duplicate(0), "the number of copies is 0"),
-        "both copies": (lambda: list(one.union(other, output_indexes=[2])), r"output_indexes \[2\]"),
+        "both copies": (lambda: concurrently([one, other], output_indexes=[2]), r"output_indexes \[2\]"),
     }
 
 
