@@ -19,7 +19,7 @@ def test_a_shipped_recipe_can_run_and_is_described(path: Path) -> None:
     loaded = open_recipe(path)
     assert isinstance(loaded, LoadedClassicRecipe)
     assert loaded.check().problems == []
-    assert loaded.recipe.evaluate.success is not None
+    assert loaded.recipe.evaluate.success is not None or not loaded.recipe.evaluate.episodes
     assert (path.parent / "README.md").read_text().count("\n") > 4
     assert f"recipes/classic/{path.parent.name}/README.md" in (ROOT / "plugins/classic/README.md").read_text()
 

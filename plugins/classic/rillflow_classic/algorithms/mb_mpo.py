@@ -27,13 +27,12 @@ from rillflow.errors import ConfigError, TrainingError
 from rillflow.records.metrics import Mean, Metrics, merge_metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
 from rillflow_classic.algorithms.maml import MamlConfig, MamlLearner, load_tasks
-from rillflow_classic.environments.vector import EpisodeTotals, SlotsBase, Stepped
+from rillflow_classic.environments.vector import SlotsBase, Stepped
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.ensemble import EnsembleMLP
 from rillflow_classic.off_policy import ReplayMaker
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator, PlanContext
-from rillflow_classic.operators.steps import store_to_replay
 from rillflow_classic.policy import Weights
 from rillflow_classic.replay import ReplayBuffer, ReplayConfig
 from rillflow_classic.workers.actor import Actor
@@ -116,27 +115,22 @@ class ImaginedEnvironment(SlotsBase):
     def __init__(self, models: Models, num_slots: int, spaces: tuple[Any, Any], horizon: int) -> None:
         super().__init__(("",) * num_slots, *spaces)
         self._models, self._horizon = models, horizon
-        self._totals = EpisodeTotals(num_slots)
         self._observations = models.starts[:0]
 
     def reset(self, seed: int) -> Array:
         """Begin every episode at a real observation."""
         starts = self._models.starts
         chosen = np.random.default_rng(seed).integers(len(starts), size=self.num_slots)
-        self._totals.clear()
+        self._begun()
         self._observations = starts[chosen]
         return self._observations
 
     def step(self, actions: Array) -> Stepped:
         """Step every slot; all episodes are truncated at the horizon, and then ``reset`` comes."""
         self._observations, rewards = self._models.predict(self._observations, actions)
-        truncated = self._totals.lengths >= self._horizon - 1
-        return Stepped(
-            observations=self._observations,
-            rewards=rewards,
-            terminated=np.zeros_like(truncated),
-            truncated=truncated,
-            episodes=self._totals.add(rewards, truncated),
+        truncated = self._steps - self._starts >= self._horizon - 1
+        return self._stepped(
+            self._observations, rewards, np.zeros_like(truncated), truncated, ended=truncated
         )
 
 
@@ -198,12 +192,11 @@ def plan(system: Any, settings: MbMpoConfig) -> Iterator[Metrics]:
     """Return the dataflow: real rollouts, their transitions, and the search for policies."""
     del settings
     data = system.kept.keep("replay", system.learner.make_replay)
-    rollouts = system.rollouts("bulk_sync").for_each(store_to_replay(data))
-    return rollouts.for_each(search(system, data))  # type: ignore[no-any-return]
+    return system.rollouts("bulk_sync").for_each(search(system, data))  # type: ignore[no-any-return]
 
 
 def search(system: Any, data: ReplayBuffer) -> Operator:
-    """Search for adapted policies, and let the actors act with them."""
+    """Keep the transitions, search for adapted policies, and let the actors act with them."""
     learner: MbMpoLearner = system.learner
 
     def begin(context: PlanContext) -> Callable[[Fragment], Metrics]:
@@ -214,6 +207,7 @@ def search(system: Any, data: ReplayBuffer) -> Operator:
                     why="imagined episodes would go on where real ones end",
                     fix="use an environment whose episodes only a time limit ends",
                 )
+            data.add(fragment)
             acted = fragment_metrics(fragment, learner.version)
             weights, metrics = learner.search(data)
             work = partial(load_tasks, learner.version, weights)
