@@ -309,12 +309,15 @@ class ProcessBackend(Backend):
         """See Backend."""
         if self._loop is None:
             return
+        closed = RankLost("was closed", why="the backend was closed")
+        starting = list(self._replacing.values())
+        for rank, _ in starting:  # first, or a replacement would end well while ranks leave
+            rank.lose(closed)
         leaving = [self._ask(rank, process_rank.leave) for rank in self._ranks.values()]
         wait(leaving, timeout=_CLOSE_S)  # a busy or dead rank cannot close; it is killed anyway
-        starting = list(self._replacing.values())
         every = [*self._ranks.values(), *(rank for rank, _ in starting)]
         for rank in every:
-            rank.lose(RankLost("was closed", why="the backend was closed"))
+            rank.lose(closed)
         for _, thread in starting:
             thread.join(_CLOSE_S)
         for rank in every:

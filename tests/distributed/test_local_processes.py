@@ -225,6 +225,7 @@ def test_errors_reach_readers_and_ranks_that_fetch(backend: ProcessBackend) -> N
     assert read(backend, FIRST, same, 1) == 1
 
 
+@pytest.mark.slow
 def test_a_fetch_ends_at_the_deadline(tmp_path: Path) -> None:
     """The call that is fetched from never returns; the rank that waits goes on with its next call."""
     backend = ProcessBackend(1.0)
@@ -303,7 +304,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("heartbeat_s", [0.0, 5.0])
+@pytest.mark.parametrize("heartbeat_s", [0.0, pytest.param(5.0, marks=pytest.mark.slow)])
 def test_nothing_is_left_when_the_driver_is_killed(heartbeat_s: float) -> None:
     """One rank is in a call and stopped, the other one waits for a call."""
     program = DRIVER.format(tests=str(Path(__file__).parent), heartbeat_s=heartbeat_s)

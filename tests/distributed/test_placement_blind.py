@@ -168,9 +168,8 @@ def test_grpo_on_local_processes_has_the_bits_of_inline(tmp_path: Path) -> None:
     assert grpo(tmp_path / "process", {"backend": "process", **two}) == inline
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("process", marks=pytest.mark.slow), pytest.param("ray", marks=needs_ray)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["process", pytest.param("ray", marks=needs_ray)])
 def test_backend_blind_ppo_has_the_bits_of_inline(backend: str, tmp_path: Path) -> None:
     """Pools have unequal sizes, so every batch is split anew between them."""
     pools = ["placement.pools.a=2", "placement.pools.b=1"]

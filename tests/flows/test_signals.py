@@ -144,7 +144,8 @@ def stopped(tiny: Tiny, process: subprocess.Popen[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("freshness", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("freshness", [0, 1])
 def test_a_step_that_hangs_is_abandoned_and_the_step_before_it_saved(tiny: Tiny, freshness: int) -> None:
     ahead = (*STOP, f"algorithm.freshness={freshness}")
     said = stopped(tiny, hanging(tiny, *ahead))

@@ -163,6 +163,7 @@ def after_one_step(recipe: OpenedRecipe, inner_lr: float, rounds: int = 3) -> tu
 MAML = {"lr": 3e-3, "inner_lr": 0.3, "max_gradient_norm": 5.0, "workers": {"slots": 20, "steps": 210}}
 
 
+@pytest.mark.slow
 def test_maml_learns_to_adapt() -> None:
     """The best policy without a task stays where it is: -20."""
     with ExitStack() as stack:
