@@ -22,7 +22,7 @@ from rillflow_classic.worker_set import WorkerSet
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerInputs:
-    """What a learner is made from."""
+    """Arguments of a learner's constructor."""
 
     observation_space: gymnasium.Space  # type: ignore[type-arg]
     """Space of one observation, after the recipe's wrappers."""
@@ -39,7 +39,7 @@ class LearnerInputs:
 
 
 class System(Protocol):
-    """What a plan is made of: actors, learners, and the way between them that the recipe chooses."""
+    """The actors and learners of a plan, and the transport between them, as the recipe chooses."""
 
     @property
     def learners(self) -> Mapping[str, Learner]:
@@ -105,4 +105,4 @@ class ClassicAlgorithm:
 
 
 OneFragment = Mapping[str, Fragment]
-"""What an actor returns for several policies: a fragment by policy."""
+"""Fragments of one actor, by policy."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +26,7 @@ from rillflow.records.metrics import Mean, Metric, Metrics, merge_metrics
 from rillflow.runs.json_lines import JSON
 from rillflow_classic.algorithm import LearnerInputs, System
 from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.networks.flat import flattened, views
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator
 from rillflow_classic.policy import ActorPolicy, Weights
@@ -235,24 +236,6 @@ def train_from_replay(system: System, learner: OffPolicyLearner[Any], name: str 
         return {**acted, **trained}
 
     return Operator(label=name, begin=lambda _: train)
-
-
-def flattened(network: nn.Module) -> nn.Parameter:
-    """Move all parameters and their gradients into one tensor each; the network's become views of them."""
-    parameters = list(network.parameters())
-    flat = nn.Parameter(torch.cat([each.detach().flatten() for each in parameters]))
-    flat.grad = torch.zeros_like(flat)
-    both = zip(parameters, views(flat.data, parameters), views(flat.grad, parameters), strict=True)
-    for parameter, value, gradient in both:
-        parameter.data, parameter.grad = value, gradient
-    return flat
-
-
-def views(flat: Tensor, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return a flat tensor's parts in the shapes of parameters."""
-    shapes = [each.shape for each in parameters]
-    parts = torch.split(flat, [shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def tensors_of(batch: Transitions[Array]) -> Transitions[Tensor]:

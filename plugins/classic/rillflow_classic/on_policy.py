@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from rillflow.config.schema import Section
 from rillflow.errors import NotFiniteError, TrainingError
@@ -32,6 +32,7 @@ from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.acting import NetworkPolicy, weights_of
 from rillflow_classic.networks.build import build_network
 from rillflow_classic.networks.distributions import Floats
+from rillflow_classic.networks.flat import flattened, views
 from rillflow_classic.networks.passes import ForwardPass, NumpyMLP, TorchPass
 from rillflow_classic.policy import ActorPolicy, Weights
 
@@ -114,7 +115,7 @@ class OnPolicyLearner:
         """The network."""
         self._settings: OnPolicyConfig = inputs.settings
         self._seed = inputs.seed
-        self._flat = _flattened(self.network)  # before the policy, which keeps views of the parameters
+        self._flat = flattened(self.network)  # before the policy, which keeps views of the parameters
         self._mlp = NumpyMLP(self.network) if NumpyMLP.fits(self.network) else None
         self.policy: ActorPolicy = NetworkPolicy(self.network, inputs.seed)
         self.policy.version = 0
@@ -151,7 +152,7 @@ class OnPolicyLearner:
         if not self.network.lstm_size:
             part = part[experience.valid.flatten()]
         terms = self._backward(experience, part, self._counts(experience, [part])[0])
-        copies = _views(self._gradient.clone(), self.network)
+        copies = views(self._gradient.clone(), self.network.parameters())
         passed = float(experience.valid.sum())
         found = _metrics(terms, passed, []) | fragment_metrics(data, self.version)
         return copies, found | dict(experience.metrics)
@@ -371,20 +372,3 @@ def _metrics(totals: Tensor, count: float, norms: Sequence[float]) -> dict[str, 
     values = zip(names, totals.tolist(), strict=True)
     means: dict[str, Metric] = {f"policy/{name}": Mean(total=total, count=count) for name, total in values}
     return means | {"policy/gradient_norm/mean": Mean(total=sum(norms), count=len(norms))}
-
-
-def _flattened(network: nn.Module) -> nn.Parameter:
-    """Move all parameters and their gradients into one tensor each; the network's become views of them."""
-    flat = nn.Parameter(torch.cat([each.detach().flatten() for each in network.parameters()]))
-    flat.grad = torch.zeros_like(flat)
-    views = zip(network.parameters(), _views(flat.data, network), _views(flat.grad, network), strict=True)
-    for parameter, value, gradient in views:
-        parameter.data, parameter.grad = value, gradient
-    return flat
-
-
-def _views(flat: Tensor, network: nn.Module) -> list[Tensor]:
-    """Return a flat tensor's parts in the shapes of the parameters."""
-    parameters = list(network.parameters())
-    parts = torch.split(flat, [each.numel() for each in parameters])
-    return [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
