@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, is_ready_first
 from rillflow.app.batch_arithmetic import batch_lines
@@ -16,17 +15,13 @@ from rillflow.app.check_report import Report
 from rillflow.app.device_defaults import AUTO, SETTINGS, value_of
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.preflight_checks import look, look_at_peaks, look_at_run
-from rillflow.app.recipe import LoadedRecipe, Recipe, leaves
+from rillflow.app.recipe import LoadedRecipe, Recipe
 from rillflow.app.resume import drawn_from, with_choices_of_run
 from rillflow.app.role_table import ROLES, model_roles, roles_of
-from rillflow.config.problems import shown
 from rillflow.rollout.config import NATIVE, SERVICE, VLLM
 from rillflow.tasks.files import ENDINGS
 from rillflow.tasks.huggingface import HUB
 from rillflow.workers.config import SAMPLER
-
-DEFAULT = "default"
-"""Origin shown for a setting that is not given."""
 
 
 def check(
@@ -53,27 +48,13 @@ def check(
     report.attempt(look_at_run, facts)
     if memory:
         report.attempt(look_at_peaks, facts)
-    lines = setting_lines(loaded)
-    given = [line for line in lines if not line.endswith(f"({DEFAULT})")]
-    rest = f"and {len(lines) - len(given)} more have their defaults; --all shows them"
-    report.say("settings", lines if every_setting else [*given, rest])
+    report.say("settings", setting_lines(loaded, every=every_setting))
     return report
 
 
-def setting_lines(loaded: LoadedRecipe) -> list[str]:
-    """Return every resolved setting that something reads, and its origin."""
-    data: dict[str, Any] = loaded.recipe.model_dump(exclude_none=True)
-    unread = unread_settings(loaded.recipe)
-    lines = []
-    for dotted in leaves(data):
-        value: Any = data
-        for name in dotted.split("."):
-            value = value[name]
-        origin = loaded.given.get(dotted, DEFAULT)
-        dead = any(dotted == prefix or dotted.startswith(f"{prefix}.") for prefix in unread)
-        if not dead or dotted in loaded.named:
-            lines.append(f"{dotted} = {shown(value)}  ({origin}{', and nothing reads it' if dead else ''})")
-    return lines
+def setting_lines(loaded: LoadedRecipe, *, every: bool = True) -> list[str]:
+    """Return the resolved settings that something reads, and their origins; see ``AnyRecipe``."""
+    return loaded.setting_lines(every=every, unread=unread_settings(loaded.recipe))
 
 
 def unread_settings(recipe: Recipe) -> list[str]:

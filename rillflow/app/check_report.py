@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from rillflow.errors import RillflowError
 
-if TYPE_CHECKING:
-    from rillflow.app.facts import RecipeFacts
+F = TypeVar("F")
 
 
 @dataclass(kw_only=True)
@@ -27,7 +26,7 @@ class Report:
         """Add facts about a subject."""
         self.topics.setdefault(title, []).extend(lines)
 
-    def attempt(self, check: Callable[[RecipeFacts, Report], None], facts: RecipeFacts) -> None:
+    def attempt(self, check: Callable[[F, Report], None], facts: F) -> None:
         """Run one check; its error becomes a problem, so that the next check still runs."""
         try:
             check(facts, self)

@@ -8,8 +8,8 @@ It checks the data and the run directory before it imports anything heavy.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from rillflow.app.resume import (
     with_choices_of_run,
 )
 from rillflow.app.row_names import rows_named
+from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.decisions import RecordedDecisions
 from rillflow.controller.interrupt import Interruption, RunStage
 from rillflow.errors import Interrupted, RillflowError, RunDirectoryError
@@ -270,27 +271,14 @@ def _train(
 ) -> None:
     from rillflow.app.build import Build
     from rillflow.app.shared_paths import clock_notes
-    from rillflow.controller.checkpoint import latest_checkpoint
 
     recipe, task = facts.recipe, facts.task
-    run.evidence.remove(layout.FINISHED)
     keep_sources(recipe, task, facts.base, run.path)
     keep_data(task, run.path)
-    checkpoint = latest_checkpoint(run.checkpoints, run.id)
-    kept = checkpoint.step if checkpoint else 0
-    lost = max((record.step for record in read_metrics(run.path)), default=0) - kept
-    run.rewind(checkpoint.step if checkpoint else -1)
-    again = f"; {lost} steps without a checkpoint are repeated" if lost > 0 else ""
-    if checkpoint:
-        again += fresher_steps(recipe, checkpoint)
-        progress.note(f"resuming after step {kept} from {checkpoint.path}{again}")
-    else:
-        if again:
-            progress.note(f"starting again{again}")
+    checkpoint = at_newest_checkpoint(run, progress, partial(fresher_steps, recipe))
+    if checkpoint is None:
         shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
     shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
-    for change in run.changes:
-        progress.note(f"changed: {after(kept, change)}")
     build = Build(facts, run, checkpoint, stack, repeat)
     encoding_notes = build.encoded.notes if build.encoded is not facts.encoded else ()
     for note in (*encoding_notes, *clock_notes(build.nodes)):
@@ -303,7 +291,7 @@ def _train(
         {
             **environment(device=", ".join(sorted(set(build.devices.values()))), command=command),
             "base": str(facts.base.absolute()),
-            "after_step": kept,
+            "after_step": checkpoint.step if checkpoint else 0,
             "placement": recipe.placement.model_dump(mode="json"),
             "nodes": {f"{at.pool} {at.rank}": asdict(node) for at, node in build.nodes.items()},
             "is_planned": is_planned,
@@ -311,9 +299,40 @@ def _train(
         }
     )
     trackers.start()
+    with underway(), rows_named(task):
+        _train_steps(build, recipe, run, progress, interruption)
+
+
+def at_newest_checkpoint(
+    run: RunDirectory, progress: Progress, more: Callable[[Checkpoint], str] = lambda _: ""
+) -> Checkpoint | None:
+    """Set a run directory back to its newest checkpoint, tell the user, and return it.
+
+    Args:
+        run: the run directory; nothing marks it as finished any more.
+        progress: shows where the run goes on, which steps are repeated, and what has changed.
+        more: returns what else to tell of the checkpoint.
+    """
+    run.evidence.remove(layout.FINISHED)
+    checkpoint = latest_checkpoint(run.checkpoints, run.id)
+    kept = checkpoint.step if checkpoint else 0
+    lost = max((record.step for record in read_metrics(run.path)), default=0) - kept
+    run.rewind(checkpoint.step if checkpoint else -1)
+    again = f"; {lost} steps without a checkpoint are repeated" if lost > 0 else ""
+    if checkpoint:
+        progress.note(f"resuming after step {kept} from {checkpoint.path}{again}{more(checkpoint)}")
+    elif again:
+        progress.note(f"starting again{again}")
+    for change in run.changes:
+        progress.note(f"changed: {after(kept, change)}")
+    return checkpoint
+
+
+@contextmanager
+def underway() -> Iterator[None]:
+    """Mark errors in the steps of a run: their exit code is that of a failure, not of a wrong setting."""
     try:
-        with rows_named(task):
-            _train_steps(build, recipe, run, progress, interruption)
+        yield
     except RillflowError as error:
         error.is_underway = True
         raise

@@ -23,16 +23,12 @@ from rillflow.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
-    from rillflow.app.check_report import Report
+    from rillflow.app.plugin_recipe import PluginRecipe
     from rillflow.app.recipe import LoadedRecipe
     from rillflow.config.load import Override
     from rillflow.config.schema import Data
-    from rillflow.controller.interrupt import Interruption
-    from rillflow.graph.graph import Graph
     from rillflow.placement.plan import Plan
-    from rillflow.records.metrics import Metrics
     from rillflow.runs.report.measured import Predict
-    from rillflow.runs.summary import Summary
 
 GROUP = "rillflow.plugins"
 SHIPPED: Mapping[str, Mapping[str, str]] = {
@@ -81,51 +77,7 @@ class Planning(Protocol):
         ...
 
 
-class PluginRecipe(Protocol):
-    """A checked recipe of a plugin's kind; the commands treat it like a recipe of a language model."""
-
-    @property
-    def directory(self) -> Path:
-        """The run directory."""
-        ...
-
-    @property
-    def tags(self) -> Sequence[str]:
-        """The setting ``run.tags``."""
-        ...
-
-    @property
-    def threads(self) -> int:
-        """The setting ``run.threads``."""
-        ...
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run in ``directory`` has made the last step of this recipe."""
-        ...
-
-    def run(
-        self,
-        *,
-        fresh: bool = False,
-        quiet: bool = False,
-        command: Sequence[str] = (),
-        told: Callable[[str, int, Metrics], None] | None = None,
-        interruption: Interruption | None = None,
-    ) -> Summary:
-        """Run it to its end, from the newest checkpoint if there is one; arguments as of ``launch``."""
-        ...
-
-    def check(self, *, every_setting: bool = False, runs_code: bool = True) -> Report:
-        """Report everything that can be known before it runs."""
-        ...
-
-    def graphs(self) -> list[Graph]:
-        """Return its dataflow, one graph for each phase."""
-        ...
-
-
-LoadPluginRecipe = Callable[["Path", "Data", "Sequence[Override]"], PluginRecipe]
+LoadPluginRecipe = Callable[["Path", "Data", "Sequence[Override]"], "PluginRecipe"]
 """Checks a recipe: its file, the file's data, and the settings to change."""
 
 

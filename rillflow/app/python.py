@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rillflow.algorithms.algorithm import Algorithm
+from rillflow.app.any_recipe import leaves
 from rillflow.app.facts import Given
 from rillflow.app.launch import launch
-from rillflow.app.recipe import KIND, LoadedRecipe, RecipeSource, leaves, load_recipe, open_recipe
+from rillflow.app.recipe import KIND, LoadedRecipe, RecipeSource, load_recipe, open_recipe
 from rillflow.app.run import Run
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import CallbackError, ConfigError, Interrupted, RewardError

@@ -7,7 +7,7 @@ run.toml + --set ─ load_recipe ─> LoadedRecipe ─┬─ recipe  ─> launch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
@@ -17,12 +17,14 @@ from pydantic import Field, create_model, field_validator, model_validator
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig, WarmStartConfig
 from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.app.any_recipe import AnyRecipe, DirectoryConfig, origins, with_directory
 from rillflow.app.consistency import inconsistencies
 from rillflow.app.corrections import with_correction
 from rillflow.app.default_pools import with_pools
 from rillflow.app.device_defaults import AUTO, choices, with_values, without_auto
 from rillflow.app.phases import phase_plans
-from rillflow.app.plugins import PluginRecipe, recipe_loader
+from rillflow.app.plugin_recipe import PluginRecipe
+from rillflow.app.plugins import recipe_loader
 from rillflow.app.role_table import ROLES, Start
 from rillflow.app.trained import named_model
 from rillflow.config.load import Override, apply_overrides, parse_override, read_toml, validate
@@ -32,13 +34,9 @@ from rillflow.errors import ConfigError
 from rillflow.models.config import ModelConfig
 from rillflow.rewards.config import CostConfig, RewardConfig
 from rillflow.rollout.config import RolloutConfig, Temperature
-from rillflow.runs.trackers.config import TrackersConfig
 from rillflow.tasks.config import TaskConfig
 from rillflow.training.config import TrainConfig
 from rillflow.workers.config import PlacementConfig
-
-RECIPE_FILE = "run.toml"
-"""Usual file name of a recipe; its run is then named after the folder."""
 
 KIND = "kind"
 """Key of a recipe that a plugin runs."""
@@ -49,18 +47,10 @@ else:
     AnyAlgorithm = Union[tuple(algorithm.config for algorithm in ALGORITHMS.values())]  # noqa: UP007  dynamic
 
 
-class RunConfig(Section):
-    """Directory, device and checkpoints of a run."""
+class RunConfig(DirectoryConfig):
+    """Directory, device and checkpoints of a run of a language model."""
 
-    dir: str | None = Field(
-        None,
-        min_length=1,
-        description="The run directory, relative to the working directory; runs/NAME if left out.",
-    )
-    tags: tuple[str, ...] = Field((), description="Words by which you find the run; trackers receive them.")
-    seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random number of the run.")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
-    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the choice to torch.")
     checkpoint_minutes: float = Field(
         5.0,
         ge=0,
@@ -87,21 +77,12 @@ class RunConfig(Section):
         description="Optimiser steps that may be skipped because a number is not finite; one more stops "
         "the run.",
     )
-    keep_checkpoints: int = Field(
-        2, gt=0, description="Newest checkpoints to keep; the one with the best held-out result is kept too."
-    )
     rollouts_every: int = Field(
         1, ge=0, description="Steps between two steps whose rollouts are written; 0 writes none."
     )
     rollouts_share: float = Field(
         1.0, gt=0, le=1, description="Share of the prompts whose rollouts are written in such a step."
     )
-    trackers: TrackersConfig = TrackersConfig()
-
-    @field_validator("trackers", mode="before")
-    @classmethod
-    def _none_is_no_tracker(cls, value: object) -> object:
-        return TrackersConfig() if value is None else value
 
 
 class PolicyConfig(TrainConfig):
@@ -243,33 +224,11 @@ class Recipe(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedRecipe:
-    """A recipe and the origin of its settings."""
+class LoadedRecipe(AnyRecipe):
+    """A checked recipe of a language model; a default that device and model determine is ``auto: REASON``."""
 
     recipe: Recipe
     """The checked settings."""
-    path: Path
-    """The recipe's file."""
-    base: Path
-    """Folder of the file; paths in the recipe are relative to it."""
-    given: Mapping[str, str]
-    """Origin of each given setting, by dotted key: the file's name or ``--set``; ``auto: REASON`` of a
-    default that the device and the model determine."""
-
-    @property
-    def directory(self) -> Path:
-        """The run directory."""
-        return Path(str(self.recipe.run.dir))
-
-    @property
-    def tags(self) -> Sequence[str]:
-        """The setting ``run.tags``."""
-        return self.recipe.run.tags
-
-    @property
-    def threads(self) -> int:
-        """The setting ``run.threads``."""
-        return self.recipe.run.threads
 
     @property
     def named(self) -> Sequence[str]:
@@ -363,11 +322,8 @@ def load_recipe(
         )
         recipe = _with_models_of_runs(validate(kind, filled, str(path)), path.parent)
     recipe = with_values(recipe, values)
-    if recipe.run.dir is None:
-        run = recipe.run.model_copy(update={"dir": str(Path("runs") / run_name(path))})
-        recipe = recipe.model_copy(update={"run": run})
-    given = dict.fromkeys(leaves(data), path.name)
-    given |= dict.fromkeys(leaves(apply_overrides({}, settings)), "--set")
+    recipe = with_directory(recipe, path)
+    given = origins(path, data, settings)
     given |= {each.setting: f"{AUTO}: {each.reason}" for each in chosen}
     return LoadedRecipe(recipe=recipe, path=path, base=path.parent, given=given)
 
@@ -395,18 +351,3 @@ def recipe_class(algorithms: Sequence[Algorithm]) -> type[Recipe]:
     made = create_model("Recipe", __base__=Recipe, algorithm=(choices, Field(discriminator="name")))
     made.algorithms = known
     return made
-
-
-def run_name(path: Path) -> str:
-    """Return the name of a recipe's run: its folder, or the file if it is not ``run.toml``."""
-    folder = path.absolute().parent.name
-    return folder if path.name == RECIPE_FILE and folder else path.stem
-
-
-def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of all values in nested tables."""
-    for name, value in data.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"

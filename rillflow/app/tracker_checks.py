@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rillflow.app.any_recipe import AnyRecipe
 from rillflow.app.facts import RecipeFacts
 from rillflow.errors import ConfigError
 from rillflow.rewards.function import parse_function
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rillflow.app.check_report import Report
 
 
-def look_at_trackers(facts: RecipeFacts, report: Report) -> None:
+def look_at_trackers(facts: RecipeFacts | AnyRecipe, report: Report) -> None:
     """Check the trackers of a recipe; no code of theirs runs.
 
     Raises:

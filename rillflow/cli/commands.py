@@ -18,7 +18,7 @@ from rillflow.runs.formatting import visible
 
 if TYPE_CHECKING:
     from rillflow.app.check_report import Report
-    from rillflow.app.plugins import PluginRecipe
+    from rillflow.app.plugin_recipe import PluginRecipe
     from rillflow.app.recipe import LoadedRecipe
 
 

@@ -44,7 +44,7 @@ class RunStage(Enum):
     """The stage of a run; its value is the text of the message after the first signal."""
 
     STARTING = "stopping before a step begins"
-    TRAINING = "finishing this step{pace}{limit}, then writing a checkpoint"
+    TRAINING = "finishing this step{pace}{limit}{end}"
     ENDING = "the run is already ending"
 
 
@@ -81,6 +81,8 @@ class Interruption:
         """Stage of the run; the caller sets it when the next stage begins."""
         self.pace = ""
         """Text on how long the current step may take; the loop sets it."""
+        self.end = ", then writing a checkpoint"
+        """Text on what follows the open steps after the first signal."""
         self.say = say
         """Function that shows the message after the first signal."""
         self._clock, self._terminated_s, self._may_abandon = clock, -math.inf, False
@@ -170,7 +172,7 @@ class Interruption:
         if asked is not None and self.say is not None:
             is_bounded = self.stop_s < threading.TIMEOUT_MAX
             limit = f", at most {self.stop_s:g} s" if is_bounded else ""
-            doing = self.stage.value.format(pace=self.pace, limit=limit)
+            doing = self.stage.value.format(pace=self.pace, limit=limit, end=self.end)
             left = ", without this step" if self.stage is RunStage.TRAINING else ""
             self.say(f"{asked}: {doing}; repeat to stop at once{left}")
         try:

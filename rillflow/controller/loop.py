@@ -40,7 +40,7 @@ from rillflow.controller.checkpoint import (
     AHEAD,
     COLLECTED,
     begin_saving,
-    save_checkpoint,
+    save_in,
     written,
 )
 from rillflow.controller.executor import GroupExecutor, write_rows
@@ -489,11 +489,5 @@ class Loop:
 
         assert save.state is not None  # its step is closed
         flight = {} if save.flight is None else {FLIGHT: save.flight.finish(self._deadline_s)}
-        self._run.require_lock()
-        self._run.evidence.flush()  # a resume from this checkpoint goes on after these lines
-        kept, best = self._cadence.keep_checkpoints, best_checkpoint(self._run.path)
-        spared = None if best is None else best.step
-        state = {**save.state, **flight}
-        save_checkpoint(self._run.checkpoints, save.step, write, state, kept, run=self._run.id, spare=spared)
-        self._run.evidence.of_checkpoint(save.step)
+        save_in(self._run, save.step, write, {**save.state, **flight}, self._cadence.keep_checkpoints)
         self._saved_step = save.step

@@ -96,6 +96,8 @@ class ClassicAlgorithm:
     """Makes the learner of one policy."""
     plan: Callable[[Any, Any], Iterable[Metrics]]
     """``plan(system, settings)``: the dataflow; each item ends a step of the run."""
+    policies: tuple[str, ...] = ()
+    """Names of its policies, which a recipe matches to agents; empty: one policy acts for all agents."""
     sums_gradients: bool = False
     """Whether the learner sums its gradients over trainer ranks (``data_parallel.RankLearner``)."""
     pools: Callable[[Any], Mapping[str, int]] | None = None

@@ -279,6 +279,17 @@ class EnvironmentStatistics:
         self._system.ask_actors("restore_environments", states)
 
 
+def keep_state(
+    system: System | PopulationSystem, environment: EnvironmentSettings
+) -> EnvironmentStatistics | None:
+    """Have checkpoints hold the learners and the running statistics of environments; return these."""
+    for name, learner in system.learners.items():
+        system.kept.put(name, learner)
+    if not (environment.normalise_observations or environment.normalise_rewards):
+        return None
+    return system.kept.put("environments", EnvironmentStatistics(system))
+
+
 def _processes() -> Backend:
     from rillflow.workers.processes import ProcessBackend
 

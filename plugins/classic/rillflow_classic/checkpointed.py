@@ -1,4 +1,4 @@
-"""Checkpointed objects: learners and buffers whose state a resumed run needs.
+"""Checkpointed: what makes a resumed run the same: states of learners and buffers, and seeds of a step.
 
 plan ─ keep("replay", make) ─> the object: made once, restored if a checkpoint has its state
 write ─> NAME.safetensors for each object, and JSON ─> checkpoint ─> read
@@ -10,25 +10,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.runs.json_lines import JSON
 
+State = tuple[Mapping[str, Tensor], Mapping[str, JSON]]
+"""Tensors by name, and JSON."""
+
 
 class Checkpointed(Protocol):
     """An object with a state."""
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
-        """Return everything a resumed run needs: tensors by name, and JSON."""
+    def state(self) -> State:
+        """Return everything a resumed run needs."""
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
         """Restore what ``state`` returned."""
 
 
-State = tuple[Mapping[str, Tensor], Mapping[str, JSON]]
-"""What ``state`` returns."""
 C = TypeVar("C", bound=Checkpointed)
 
 
@@ -46,18 +48,25 @@ class CheckpointedObjects:
             name: name in checkpoints; a plain file name.
             make: makes the object.
         """
-        if name not in self._objects:
-            made = make()
-            if name in self._read:
-                made.restore(*self._read.pop(name))
-            self._objects[name] = made
-        found: C = self._objects[name]
+        found: C = self._objects[name] if name in self._objects else self.put(name, make())
         return found
+
+    def put(self, name: str, value: C) -> C:
+        """Add an object, restored if a checkpoint has its state, and return it."""
+        if name in self._read:
+            value.restore(*self._read.pop(name))
+        self._objects[name] = value
+        return value
 
     def states(self, names: Sequence[str] = ()) -> dict[str, State]:
         """Return a copy of the state of some objects by name; of all without names."""
-        found = {name: each.state() for name, each in self._objects.items() if not names or name in names}
-        return {name: (_copies(tensors), state) for name, (tensors, state) in found.items()}
+        found = dict[str, State]()
+        for name in names or self._objects:
+            tensors, state = self._objects[name].state()
+            # safetensors needs tensors of the CPU that share no memory
+            copies = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
+            found[name] = copies, state
+        return found
 
     def take(self, states: Mapping[str, State]) -> None:
         """Restore objects by name; those that are not made yet are restored as they are made."""
@@ -69,22 +78,19 @@ class CheckpointedObjects:
 
     def write(self, folder: Path) -> dict[str, JSON]:
         """Write the tensors of every object into a folder; return the JSON by name."""
-        states: dict[str, JSON] = {}
-        for name, each in self._objects.items():
-            tensors, states[name] = each.state()
-            save_file(_copies(tensors), folder / f"{name}.safetensors")
-        return states
+        written: dict[str, JSON] = {}
+        for name in self._objects:
+            tensors, written[name] = self.states([name])[name]
+            save_file(dict(tensors), folder / f"{name}.safetensors")
+        return written
 
     def read(self, checkpoint: Checkpoint) -> None:
-        """Take the states of a checkpoint; objects of this run are restored as they are made, or now."""
-        self.take(
-            {
-                name: (load_file(checkpoint.path / f"{name}.safetensors"), state)
-                for name, state in checkpoint.state["objects"].items()
-            }
-        )
+        """Take the states of a checkpoint."""
+        states: Mapping[str, Any] = checkpoint.state["objects"]
+        files = {name: load_file(checkpoint.path / f"{name}.safetensors") for name in states}
+        self.take({name: (files[name], state) for name, state in states.items()})
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of the CPU that share no memory, as safetensors needs them."""
-    return {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
+def seed_of(*parts: int) -> int:
+    """Return a seed below 2^31 made of several numbers, such as the run's seed and a step."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)

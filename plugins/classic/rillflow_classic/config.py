@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
+from rillflow.app.any_recipe import DirectoryConfig
+from rillflow.config.load import validate
 from rillflow.config.schema import Section
-from rillflow.runs.trackers.config import TrackersConfig
+from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.networks.config import NetworkConfig
 
 S = TypeVar("S", bound=Section)
 
@@ -83,31 +86,51 @@ class PopulationConfig(Section):
     )
 
 
-def perturbed(settings: S, values: Mapping[str, float]) -> S:
-    """Return settings with other values of some numbers; whole numbers are rounded."""
-    given = settings.model_dump()
-    changed = {name: round(each) if isinstance(given[name], int) else each for name, each in values.items()}
-    return type(settings).model_validate({**given, **changed})
+class CheckpointsConfig(DirectoryConfig):
+    """Directory and checkpoints of a classic run."""
 
-
-class ClassicRunConfig(Section):
-    """Directory and checkpoints of a run."""
-
-    dir: str | None = Field(
-        None,
-        min_length=1,
-        description="The run directory, relative to the working directory; runs/NAME if left out.",
-    )
-    tags: tuple[str, ...] = Field((), description="Words by which you find the run; trackers receive them.")
-    seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random number of the run.")
-    threads: int = Field(0, ge=0, description="CPU threads of the trainer; 0 leaves the choice to torch.")
     checkpoint_every: int = Field(
         20,
         gt=0,
         description="Steps between checkpoints. After each, every environment begins a new episode, so that "
         "a resumed run makes the same steps.",
     )
-    keep_checkpoints: int = Field(
-        2, gt=0, description="Newest checkpoints to keep; the one with the best evaluation is kept too."
+
+
+class ClassicRecipe(Section):
+    """A whole run; ``recipe.recipe_class`` adds the section ``[algorithm]``."""
+
+    kind: Literal["classic"]
+    environment: EnvironmentSettings
+    network: NetworkConfig = NetworkConfig()
+    policies: dict[str, str] = Field(
+        {},
+        description="Regular expression of its agents' names by policy, first match wins; left out, one "
+        "policy acts for all.",
     )
-    trackers: TrackersConfig = TrackersConfig()
+    workers: ActorsConfig = ActorsConfig()
+    evaluate: EpisodesConfig = EpisodesConfig()
+    population: PopulationConfig | None = None
+    run: CheckpointsConfig = CheckpointsConfig()
+
+    @property
+    def algorithm_settings(self) -> AlgorithmSettings:
+        """The section ``[algorithm]``."""
+        found: AlgorithmSettings = vars(self)["algorithm"]
+        return found
+
+    @property
+    def routes(self) -> dict[str, str] | None:
+        """Policy by regular expression of its agents; None for one policy."""
+        return {pattern: name for name, pattern in self.policies.items()} or None
+
+
+def perturbed(settings: S, values: Mapping[str, float]) -> S:
+    """Return settings with other values of some numbers; whole numbers are rounded.
+
+    Raises:
+        ConfigError: a value is outside its setting's limits.
+    """
+    given: dict[str, Any] = settings.model_dump()
+    changed = {name: round(each) if isinstance(given[name], int) else each for name, each in values.items()}
+    return validate(type(settings), {**given, **changed}, "the changed settings")

@@ -47,6 +47,8 @@ class GreedyPlayer:
         seed: int,
     ) -> None:
         self._environment, self._policies = environment, policies
+        self.num_slots = environment.num_slots
+        """Number of slots that play."""
         only = next(iter(policies))
         names = np.array([routed(agent, routes) if routes else only for agent in environment.agents])
         groups = {name: np.flatnonzero(names == name) for name in policies}

@@ -220,3 +220,26 @@ def _aligned(formula: str, rewards: Tensor, values: Tensor, **others: Tensor) ->
             raise FormulaError(
                 f"{formula}: {name} has shape {list(tensor.shape)}, and rewards {list(rewards.shape)}"
             )
+
+
+def linear_baseline(observations: Tensor, starts: Tensor, returns: Tensor, valid: Tensor) -> Tensor:
+    """Return values [T + 1, N] of a least-squares fit to the returns [T, N] of valid rows.
+
+    It is linear in the observation, its square, and three powers of the time in the episode (Duan et al.,
+    arXiv 1604.06778).
+
+    Args:
+        observations: [T + 1, N, ...].
+        starts: [T + 1, N] bool: first rows of episodes.
+        returns: [T, N].
+        valid: [T, N] bool.
+    """
+    numbers = torch.arange(len(starts))[:, None].expand(starts.shape)
+    times = (numbers - torch.where(starts, numbers, 0).cummax(0).values)[..., None] / 100
+    rows = observations.flatten(2).clamp(-10, 10)
+    features = torch.cat((rows, rows**2, times, times**2, times**3, torch.ones_like(times)), -1).double()
+    known = features[:-1][valid]
+    ridge = 1e-5 * torch.eye(known.shape[1], dtype=torch.float64)
+    fitted = torch.linalg.solve(known.T @ known + ridge, known.T @ returns[valid].double())
+    values: Tensor = (features @ fitted).float()
+    return values

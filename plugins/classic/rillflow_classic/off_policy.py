@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from rillflow.config.schema import Section
-from rillflow.errors import NotFiniteError
+from rillflow.errors import ConfigError, NotFiniteError
 from rillflow.records.metrics import Mean, Metric, Metrics, merge_metrics
 from rillflow.runs.json_lines import JSON
 from rillflow_classic.algorithm import LearnerInputs, System
@@ -51,10 +51,13 @@ class OffPolicyConfig(Section):
 
     @model_validator(mode="after")
     def _buffer_holds_a_batch(self) -> OffPolicyConfig:
-        if self.replay.capacity < max(self.batch_size, self.learning_starts):
-            raise ValueError(
-                f"replay.capacity is {self.replay.capacity}, smaller than batch_size = {self.batch_size} "
-                f"or learning_starts = {self.learning_starts}"
+        needed = max(self.batch_size, self.learning_starts)
+        if self.replay.capacity < needed:
+            raise ConfigError(
+                f"replay.capacity is {self.replay.capacity}, batch_size is {self.batch_size} and "
+                f"learning_starts is {self.learning_starts}",
+                why="the buffer would never hold a batch, or the transitions before the first update",
+                fix=f"set replay.capacity to at least {needed}, or lower the other two",
             )
         return self
 

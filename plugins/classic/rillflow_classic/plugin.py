@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rillflow.app.plugins import Plugin, PluginRecipe
+from rillflow.app.plugins import Plugin
 
 if TYPE_CHECKING:
+    from rillflow.app.plugin_recipe import PluginRecipe
     from rillflow.config.load import Override
     from rillflow.config.schema import Data
 

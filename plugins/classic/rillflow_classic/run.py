@@ -1,4 +1,4 @@
-"""Run: make the steps of a plan, and write the run directory as for every other run.
+"""Run: make the steps of a plan, and write them into the run directory.
 
     checkpoint ─> learners, buffers ─┐
     reset(seed, step) ─> actors ─────┴─ plan ─ an item, a step ─> metrics, evaluation ─ checkpoint ─┐
@@ -19,134 +19,58 @@ Loop (in the main thread)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from rillflow.app.launch import carry_out, say_summary
-from rillflow.config.problems import together
-from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from rillflow.controller.interrupt import Interruption, RunStage
-from rillflow.errors import Interrupted, RillflowError
+from rillflow.app.plugin_recipe import OpenRun
+from rillflow.controller.cadence import is_due
+from rillflow.controller.checkpoint import save_in
+from rillflow.controller.interrupt import RunStage
+from rillflow.errors import Interrupted
 from rillflow.records.metrics import Mean, Metrics
-from rillflow.runs import layout
-from rillflow.runs.environment import environment
-from rillflow.runs.progress import Progress
-from rillflow.runs.reader import RankSpan, SpanRecord, best_checkpoint, read_evaluations, read_metrics
-from rillflow.runs.run_directory import RunDirectory, set_aside
-from rillflow.runs.summary import Summary, summarise
-from rillflow_classic.build import EnvironmentStatistics, Parts, open_system
+from rillflow.runs.reader import RankSpan, SpanRecord, read_evaluations
+from rillflow_classic.build import Parts, keep_state, open_system
+from rillflow_classic.checkpointed import seed_of
 from rillflow_classic.environments.make import make_environment, make_video_environment
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.evaluation import GreedyPlayer, judged_episodes, num_slots, play
-from rillflow_classic.operators.context import OperatorWork, PlanContext
+from rillflow_classic.operators.context import PlanContext
 from rillflow_classic.video import record_video
-from rillflow_classic.workers.population import PopulationSystem, open_population
+from rillflow_classic.workers.population import open_population
 
 if TYPE_CHECKING:
+    from rillflow.app.check_report import Report
     from rillflow.graph.graph import Graph
-    from rillflow.runs.trackers.process import Trackers
-    from rillflow_classic.algorithm import System
     from rillflow_classic.recipe import LoadedClassicRecipe
 
-MAY_CHANGE = (
-    *("algorithm.steps", "environment.run", "environment.processes", "environment.step_timeout_s"),
-    "workers.threads",
-    *(f"run.{name}" for name in ("dir", "tags", "threads", "keep_checkpoints", "trackers")),
-    *(f"evaluate.{name}" for name in ("every", "episodes", "success", "video")),
-)
-"""Settings that a resumed run may change: they do not change its steps."""
 EVALUATED = 1
 """Added to the seed of an evaluation's episodes."""
 
 
-def launch(
-    loaded: LoadedClassicRecipe,
-    *,
-    fresh: bool = False,
-    quiet: bool = False,
-    command: Sequence[str] = (),
-    told: Callable[[str, int, Metrics], None] | None = None,
-    interruption: Interruption | None = None,
-) -> Summary:
-    """Run a recipe to its end, from the newest checkpoint if there is one; see ``rillflow.app.launch``.
+def look_at_environment(loaded: LoadedClassicRecipe, report: Report) -> None:
+    """Make one environment and the learners.
 
     Raises:
-        RillflowError: an error that a user can fix; it states the problem, the reason and the fix.
-        Interrupted: the user asked to stop; the same command resumes.
+        RillflowError: an environment cannot be made, or the network does not fit it.
     """
-    path, recipe = loaded.directory, loaded.recipe
-    with interruption or Interruption() as asked, asked.orderly(), ExitStack() as stack:
-        if not loaded.is_finished or fresh:
-            problems = loaded.check().problems
-            if problems:
-                raise together(problems, str(loaded.path))
-        if fresh:
-            set_aside(path)
-        run = stack.enter_context(
-            RunDirectory.open(path, recipe.model_dump(mode="json"), may_change=MAY_CHANGE)
-        )
-        steps = {loaded.algorithm.name: recipe.steps}
-        progress = stack.enter_context(Progress(total_steps=steps, quiet=quiet, told=told))
-        train = None if loaded.is_finished else partial(_train, loaded, run, progress, asked, command)
-        carry_out(train, run, progress, asked, recipe.run.trackers, loaded.base)
-        summary = summarise(path)
-    if not quiet:
-        say_summary(summary, path)
-    return summary
+    parts = Parts.of(loaded)
+    spaces = {"observations": parts.observation_space, "actions": parts.action_space}
+    report.say("environment", [f"{name}: {space}" for name, space in spaces.items()])
+    parts.learners()
 
 
 def drawn(loaded: LoadedClassicRecipe) -> Graph:
     """Return the plan of a recipe as a graph; actors are made, and nothing runs."""
     with ExitStack() as stack:
-        system = open_system(Parts.of(loaded), stack)
-        plan: Any = loaded.algorithm.plan(system, loaded.settings)
+        plan: Any = loaded.algorithm.plan(open_system(Parts.of(loaded), stack), loaded.settings)
         plan.check()
-        found: Graph = plan.graph(loaded.algorithm.name)
+        found: Graph = plan.graph(loaded.phase)
         return found
-
-
-def _train(
-    loaded: LoadedClassicRecipe,
-    run: RunDirectory,
-    progress: Progress,
-    asked: Interruption,
-    command: Sequence[str],
-    trackers: Trackers,
-) -> None:
-    run.evidence.remove(layout.FINISHED)
-    checkpoint = latest_checkpoint(run.checkpoints, run.id)
-    kept = checkpoint.step if checkpoint else 0
-    lost = max((record.step for record in read_metrics(run.path)), default=0) - kept
-    run.rewind(kept if checkpoint else -1)
-    again = f"; {lost} steps without a checkpoint are repeated" if lost > 0 else ""
-    if checkpoint:
-        progress.note(f"resuming after step {kept} from {checkpoint.path}{again}")
-    elif again:
-        progress.note(f"starting again{again}")
-    for change in run.changes:
-        progress.note(f"changed: from step {kept + 1} on, {change.key}: {change.old!r} -> {change.new!r}")
-    start: dict[str, Any] = {"base": str(loaded.base.absolute()), "after_step": kept}
-    start["placement"] = loaded.recipe.workers.model_dump(mode="json")
-    run.log_start({**environment(device="cpu", command=command), **start})
-    trackers.start()
-    try:
-        with ExitStack() as stack:
-            if loaded.recipe.run.threads:
-                torch.set_num_threads(loaded.recipe.run.threads)
-            parts = Parts.of(loaded)
-            population = loaded.recipe.population
-            system = open_population(parts, population, stack) if population else open_system(parts, stack)
-            ClassicLoop(loaded, parts, run, progress, asked, system).run(checkpoint)
-    except RillflowError as error:
-        error.is_underway = True
-        raise
-    run.write_json(layout.FINISHED, {"steps": loaded.recipe.steps})
 
 
 class ClassicLoop:
@@ -154,105 +78,88 @@ class ClassicLoop:
 
     Args:
         loaded: the recipe.
-        parts: what workers are made from.
-        run: the open run directory.
-        progress: the display for the user.
-        asked: tells whether the user wants to stop.
-        system: the workers.
+        run: the open run.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedClassicRecipe,
-        parts: Parts,
-        run: RunDirectory,
-        progress: Progress,
-        asked: Interruption,
-        system: System | PopulationSystem,
-    ) -> None:
-        self._loaded, self._recipe, self._run_directory = loaded, loaded.recipe, run
-        self._progress, self._asked, self._system, self._parts = progress, asked, system, parts
-        settings = parts.environment
-        is_normalised = settings.normalise_observations or settings.normalise_rewards
-        self._statistics = EnvironmentStatistics(system) if is_normalised else None
-        self._name, self._steps = loaded.algorithm.name, self._recipe.steps
-        self._evaluated = {record.step for record in read_evaluations(run.path)}
+    def __init__(self, loaded: LoadedClassicRecipe, run: OpenRun) -> None:
+        self._recipe, self._run, self._directory = loaded.recipe, run, run.directory
+        self._name, self._steps = loaded.phase, loaded.steps
+        self._seed, self._evaluation = self._recipe.run.seed, self._recipe.evaluate
+        if self._recipe.run.threads:
+            torch.set_num_threads(self._recipe.run.threads)
+        self._parts = parts = Parts.of(loaded)
+        self._system: Any
+        if self._recipe.population:
+            self._system = open_population(parts, self._recipe.population, run.stack)
+            self._plan: Any = self._system.plan
+        else:
+            self._system = open_system(parts, run.stack)
+            self._plan = partial(loaded.algorithm.plan, self._system, loaded.settings)
+        self._statistics = keep_state(self._system, parts.environment)
+        self._evaluated = {record.step for record in read_evaluations(run.directory.path)}
 
-    def run(self, checkpoint: Checkpoint | None) -> None:
+    def run(self) -> None:
         """Make the remaining steps.
 
         Raises:
             Interrupted: the user asked to stop.
         """
-        system, step = self._system, 0
-        for name, learner in system.learners.items():
-            system.kept.keep(name, lambda learner=learner: learner)  # type: ignore[misc]
-        if self._statistics is not None:
-            statistics = self._statistics
-            system.kept.keep("environments", lambda: statistics)
-        if checkpoint is not None:
-            system.kept.read(checkpoint)
-            step = checkpoint.step
+        step = 0
+        if self._run.checkpoint is not None:
+            self._system.kept.read(self._run.checkpoint)
+            step = self._run.checkpoint.step
         else:
             self._evaluate(0)
-        self._asked.stage = RunStage.TRAINING
+        self._run.interruption.stage, self._run.interruption.end = RunStage.TRAINING, ""
         while step < self._steps:
             step = self._until_checkpoint(step)
         self._evaluate(step)
-        if self._recipe.evaluate.video:
+        if self._evaluation.video:
             self._record(step)
 
-    def _until_checkpoint(self, step: int) -> int:
-        """Make steps up to the next checkpoint, and return its step."""
-        every = self._recipe.run.checkpoint_every
-        last = min(self._steps, step - step % every + every)
-        self._system.reset(seed_of(self._recipe.run.seed, step))
-        if isinstance(self._system, PopulationSystem):
-            plan: Any = self._system.plan()
-        else:
-            plan = self._loaded.algorithm.plan(self._system, self._loaded.settings)
-        context = PlanContext()
-        items = plan.run(context)
-        while step < last:
-            began_s, elapsed_s = time.perf_counter(), self._run_directory.elapsed_s()
-            metrics, step = counted({**next(items), **context.take_metrics()}), step + 1
-            took_s = time.perf_counter() - began_s
-            self._run_directory.log_metrics(step, self._name, metrics)
-            for span in spans_of(context.take_work(), step, began_s, took_s, elapsed_s):
-                self._run_directory.log_span(span)
-            self._progress.step(self._name, step, metrics, took_s)
-            for note in context.notes:
-                self._progress.note(f"step {step}: {note}")
-            context.notes.clear()
-            evaluate_every = self._recipe.evaluate.every
-            if evaluate_every and step % evaluate_every == 0:
+    def _until_checkpoint(self, kept: int) -> int:
+        """Make the steps from one checkpoint to the next, and return its step."""
+        every, asked, context = self._recipe.run.checkpoint_every, self._run.interruption, PlanContext()
+        last = min(self._steps, kept - kept % every + every)
+        self._system.reset(seed_of(self._seed, kept))
+        items = self._plan().run(context)
+        for step in range(kept + 1, last + 1):
+            self._step(step, items, context)
+            if is_due(step, self._evaluation.every):
                 self._evaluate(step)
-            if self._asked.requested and step < last:
-                raise self._stopped(step)
+            if asked.requested and step < last:
+                raise self._stopped(step, kept)
         del items
-        self._save(step)
-        if self._asked.requested and step < self._steps:
-            raise self._stopped(step)
-        return step
+        self._save(last)
+        if asked.requested and last < self._steps:
+            raise self._stopped(last, last)
+        return last
+
+    def _step(self, step: int, items: Iterator[Metrics], context: PlanContext) -> None:
+        began_s, elapsed_s = time.perf_counter(), self._directory.elapsed_s()
+        found = {**next(items), **context.take_metrics()}
+        took_s = time.perf_counter() - began_s
+        # no mean of nothing, such as the return in a step in which no episode ended
+        metrics = {name: each for name, each in found.items() if not isinstance(each, Mean) or each.count}
+        self._directory.log_metrics(step, self._name, metrics)
+        for span in spans_of(context, step, began_s, took_s, elapsed_s):
+            self._directory.log_span(span)
+        self._run.progress.step(self._name, step, metrics, took_s)
+        for note in context.notes:
+            self._run.progress.note(f"step {step}: {note}")
+        context.notes.clear()
 
     def _save(self, step: int) -> None:
-        run, states = self._run_directory, dict[str, Any]()
-        run.require_lock()
-        run.evidence.flush()  # a resume from this checkpoint goes on after these lines
-        best = best_checkpoint(run.path)
+        states = dict[str, Any]()
 
         def write(folder: Path) -> Mapping[str, Any]:
             states.update(self._system.kept.write(folder))
             return {}
 
         state = {"step": step, "objects": states}
-        spared = None if best is None else best.step
-        keep = self._recipe.run.keep_checkpoints
-        save_checkpoint(run.checkpoints, step, write, state, keep, run=run.id, spare=spared)
-        run.evidence.of_checkpoint(step)
+        save_in(self._directory, step, write, state, self._recipe.run.keep_checkpoints)
 
-    def _stopped(self, step: int) -> Interrupted:
-        kept = max(layout.kept_steps(self._run_directory.checkpoints), default=0)
+    def _stopped(self, step: int, kept: int) -> Interrupted:
         again = f"; steps {kept + 1} to {step} are repeated" if kept < step else ""
         return Interrupted(
             f"stopped after step {step}, as requested",
@@ -261,71 +168,52 @@ class ClassicLoop:
         )
 
     def _evaluate(self, step: int) -> None:
-        settings = self._recipe.evaluate
-        if not settings.episodes or step in self._evaluated:
+        episodes, seed = self._evaluation.episodes, seed_of(self._seed, step, EVALUATED)
+        if not episodes or step in self._evaluated:
             return
-        slots = num_slots(settings.episodes)
-        with self._player(slots, step) as (player, environment):
-            played = play(player, environment.num_slots, settings.episodes // slots)
-        found = judged_episodes(played, settings.success)
-        self._run_directory.log_evaluation(step, found)
+        slots = num_slots(episodes)
+        with self._player(make_environment(self._parts.environment, slots, seed=seed), seed) as player:
+            played = play(player, player.num_slots, episodes // slots)
+        found = judged_episodes(played, self._evaluation.success)
+        self._directory.log_evaluation(step, found)
         self._evaluated.add(step)
-        self._progress.note(f"step {step}: {found.text}")
+        self._run.progress.note(f"step {step}: {found.text}")
 
     def _record(self, step: int) -> None:
-        with self._player(1, step, show=True) as (player, environment):
-            file = record_video(player, environment, self._run_directory.path, f"episode-after-step-{step}")
+        seed = seed_of(self._seed, step, EVALUATED)
+        environment = make_video_environment(self._parts.environment, seed=seed)
+        with self._player(environment, seed) as player:
+            file = record_video(player, environment, self._directory.path, f"episode-after-step-{step}")
         if file is None:
-            self._progress.note(f"{self._recipe.environment.id} shows no pictures, so there is no video")
+            self._run.progress.note(f"{self._recipe.environment.id} shows no pictures, so there is no video")
 
     @contextmanager
-    def _player(
-        self, slots: int, step: int, *, show: bool = False
-    ) -> Iterator[tuple[GreedyPlayer, VectorEnvironment]]:
-        """Yield a player of the present weights, with its environment."""
-        seed = seed_of(self._recipe.run.seed, step, EVALUATED)
-        settings = self._parts.environment
-        if show:
-            environment = make_video_environment(settings, seed=seed)
-        else:
-            environment = make_environment(settings, slots, seed=seed)
-        if self._statistics is not None:
-            environment.restore(self._statistics.newest(), frozen=True)
-        policies = {name: learner.policy for name, learner in self._system.learners.items()}
+    def _player(self, environment: VectorEnvironment, seed: int) -> Iterator[GreedyPlayer]:
+        """Yield a player of the present weights in an environment, which it closes."""
         try:
-            yield GreedyPlayer(environment, policies, self._parts.routes, seed), environment
+            if self._statistics is not None:
+                environment.restore(self._statistics.newest(), frozen=True)
+            policies = {name: learner.policy for name, learner in self._system.learners.items()}
+            yield GreedyPlayer(environment, policies, self._parts.routes, seed)
         finally:
             environment.close()
 
 
 def spans_of(
-    work: Mapping[str, OperatorWork], step: int, began_s: float, took_s: float, elapsed_s: float
-) -> list[SpanRecord]:
-    """Return the spans of a step: a stage for each operator, and the wait for the actors between them.
+    context: PlanContext, step: int, began_s: float, took_s: float, elapsed_s: float
+) -> Iterator[SpanRecord]:
+    """Yield the spans of a step: the wait for the actors, and a stage for each operator of the plan.
 
     Args:
-        work: work of the operators.
+        context: the plan's; it has the work of the operators.
         step: number of the step.
         began_s: start of the step on the operators' clock.
         took_s: duration of the step.
         elapsed_s: start of the step in seconds of the run.
     """
-    waited_s = max(0.0, took_s - sum(each.spent_s for each in work.values()))
-    found = {"actors.wait": OperatorWork(began_s=began_s, spent_s=waited_s)}
-    found |= {f"plan.{label}": each for label, each in work.items()}
-    spans = []
-    for stage, each in found.items():
-        start_s = elapsed_s + max(0.0, each.began_s - began_s)
-        rank = RankSpan(rank=0, start_s=start_s, duration_s=each.spent_s, rows=0, tokens=0)
-        spans.append(SpanRecord.of_ranks([rank], 1, step=step, stage=stage, pool="controller", after=()))
-    return spans
-
-
-def counted(metrics: Metrics) -> Metrics:
-    """Leave out the means of nothing, such as the return in a step in which no episode ended."""
-    return {name: each for name, each in metrics.items() if not (isinstance(each, Mean) and not each.count)}
-
-
-def seed_of(*parts: int) -> int:
-    """Return a seed below 2^31 made of several numbers."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
+    work = {f"plan.{label}": (each.began_s, each.spent_s) for label, each in context.take_work().items()}
+    waited_s = max(0.0, took_s - sum(spent_s for _, spent_s in work.values()))
+    for stage, (start_s, spent_s) in {"actors.wait": (began_s, waited_s), **work}.items():
+        from_s = elapsed_s + max(0.0, start_s - began_s)
+        rank = RankSpan(rank=0, start_s=from_s, duration_s=spent_s, rows=0, tokens=0)
+        yield SpanRecord.of_ranks([rank], 1, step=step, stage=stage, pool="controller", after=())

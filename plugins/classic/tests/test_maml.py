@@ -15,12 +15,13 @@ from plugins.classic.tests.test_on_policy import inputs, play
 from plugins.classic.tests.values.opened import OpenedRecipe
 from rillflow.errors import ConfigError, TrainingError
 from rillflow_classic.algorithms.a2c import A2CConfig
-from rillflow_classic.algorithms.maml import MamlConfig, MamlLearner, TaskPolicy
+from rillflow_classic.algorithms.maml import MamlConfig, MamlLearner
 from rillflow_classic.algorithms.mb_mpo import ImaginedEnvironment, MbMpoConfig, Models, search
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.environments.point_navigation import PointNavigation
 from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.networks.task_policy import TaskPolicy
 from rillflow_classic.on_policy import Estimates, OnPolicyLearner
 from rillflow_classic.operators.context import PlanContext
 from rillflow_classic.replay import ReplayBuffer

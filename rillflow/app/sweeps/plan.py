@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rillflow.app.plugins import PluginRecipe
+from rillflow.app.plugin_recipe import PluginRecipe
 from rillflow.app.recipe import LoadedRecipe, open_recipe
 from rillflow.app.sweeps.config import SweepConfig
 from rillflow.config.load import read_toml, validate

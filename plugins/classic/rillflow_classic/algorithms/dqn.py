@@ -18,6 +18,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
+from rillflow.errors import ConfigError
 from rillflow.records.metrics import Metric, Metrics, mean_of
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, System
 from rillflow_classic.fragment import Array
@@ -75,6 +76,12 @@ class DQNLearner(OffPolicyLearner[ActorCritic]):
     """The learner of DQN and Ape-X."""
 
     def __init__(self, inputs: LearnerInputs) -> None:
+        if not np.issubdtype(inputs.action_space.dtype, np.integer):
+            raise ConfigError(
+                f"the action space is {inputs.action_space}",
+                why="DQN has a value of each of finitely many actions",
+                fix='set algorithm.name = "sac", or another algorithm for continuous actions',
+            )
         network = build_network(inputs.network, inputs.observation_space, inputs.action_space, inputs.seed)
         super().__init__(inputs, network, EpsilonGreedy)
 

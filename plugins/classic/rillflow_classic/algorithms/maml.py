@@ -15,13 +15,12 @@ The control without adaptation is ``inner_lr`` = 0.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -30,11 +29,10 @@ from torch.func import functional_call
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Mean, Metrics, merge_metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
-from rillflow_classic.formulas import gae
-from rillflow_classic.fragment import Array, Fragment
-from rillflow_classic.networks.acting import NetworkPolicy
+from rillflow_classic.formulas import gae, linear_baseline
+from rillflow_classic.fragment import Fragment
 from rillflow_classic.networks.build import is_frames
-from rillflow_classic.networks.distributions import Floats
+from rillflow_classic.networks.task_policy import TaskPolicy
 from rillflow_classic.on_policy import (
     Estimates,
     OnPolicyConfig,
@@ -62,34 +60,7 @@ class MamlConfig(OnPolicyConfig):
     second_order: bool = Field(False, description="Whether the meta gradient goes through that step.")
 
 
-class TaskPolicy(NetworkPolicy):
-    """Acts for several tasks, which have equal parts of the slots and may have weights of their own."""
-
-    _tasks: Sequence[NetworkPolicy] = ()
-
-    def evaluate(self, observations: Array, state: Array | None) -> tuple[Floats, Floats, Array | None]:
-        """See NetworkPolicy."""
-        if not self._tasks:
-            return super().evaluate(observations, state)
-        tasks = self._tasks[: len(observations)]
-        parts = zip(tasks, np.array_split(observations, len(tasks)), strict=True)
-        parameters, values, _ = zip(*(task.evaluate(part, None) for task, part in parts), strict=True)
-        return np.concatenate(parameters), np.concatenate(values), state
-
-    def load(self, version: int, weights: Weights) -> None:
-        """Load weights for all tasks."""
-        self._tasks = ()
-        super().load(version, weights)
-
-    def load_tasks(self, version: int, weights: Sequence[Weights]) -> None:
-        """Load weights for each task, in the order of the slots; without any, act with the network."""
-        self._tasks = [NetworkPolicy(copy.deepcopy(self.network)) for _ in weights]
-        for task, own in zip(self._tasks, weights, strict=True):
-            task.load(version, own)
-        self.version = version
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TaskRows:
     """Valid rows of one task."""
 
@@ -98,7 +69,7 @@ class TaskRows:
     actions: Tensor
     """[B] or [B, A]."""
     columns: Tensor
-    """[B, 2] acted log probabilities, advantages."""
+    """[B, 3] acted log probabilities, advantages, returns."""
 
 
 class MamlLearner(OnPolicyLearner):
@@ -128,36 +99,21 @@ class MamlLearner(OnPolicyLearner):
         self._slots_per_task = slots_per_task
 
     def estimates(self, data: Fragment, starts: Tensor) -> Estimates:
-        """Return GAE with a baseline of each task that is fitted to its returns.
-
-        It is linear in the observation, its square, and three powers of the time (Duan et al., arXiv
-        1604.06778). The return ends with the episode, also where a limit cuts it.
-        """
+        """Return GAE with a linear baseline of each task; a return ends where a limit cuts its episode."""
         settings, steps = self._settings, steps_of(data)
         steps["terminated"] = steps["terminated"] | steps["truncated"]
         returns = gae(values=torch.zeros(starts.shape), gamma=settings.gamma, lam=1.0, **steps)
-        numbers = torch.arange(len(starts))[:, None].expand(starts.shape)
-        times = (numbers - torch.where(starts, numbers, 0).cummax(0).values)[..., None] / 100
-        rows = as_tensor(data.observations).flatten(2).clamp(-10, 10)
-        parts = (rows, rows**2, times, times**2, times**3, torch.ones_like(times))
-        features, size = torch.cat(parts, -1).double(), self._slots_per_task
-        values = []
-        columns = (torch.split(each, size, 1) for each in (features, returns, steps["valid"]))
-        for given, wanted, valid in zip(*columns, strict=True):
-            known = given[:-1][valid]
-            ridge = 1e-5 * torch.eye(known.shape[1], dtype=torch.float64)
-            fitted = torch.linalg.solve(known.T @ known + ridge, known.T @ wanted[valid].double())
-            values.append((given @ fitted).float())
-        advantages = gae(values=torch.cat(values, 1), gamma=settings.gamma, lam=settings.lam, **steps)
+        fields = (as_tensor(data.observations), starts, returns, steps["valid"])
+        tasks = zip(*(torch.split(each, self._slots_per_task, 1) for each in fields), strict=True)
+        values = torch.cat([linear_baseline(*task) for task in tasks], 1)
+        advantages = gae(values=values, gamma=settings.gamma, lam=settings.lam, **steps)
         logprobs = as_tensor(data.outputs["logprobs"])
         return Estimates(logprobs=logprobs, advantages=advantages, returns=returns)
 
     def adapted(self, data: Fragment) -> list[Weights]:
         """Return the weights of every task after a step with its rows."""
-        return [
-            {name: value.detach().numpy() for name, value in self._adapt(rows).items()}
-            for rows in self._tasks(data)
-        ]
+        tasks = (self._adapt(rows) for rows in self._tasks(data))
+        return [{name: value.detach().numpy() for name, value in each.items()} for each in tasks]
 
     def update(self, data: Any) -> Metrics:
         """Take a meta update.
@@ -168,94 +124,60 @@ class MamlLearner(OnPolicyLearner):
         Raises:
             NotFiniteError: a gradient is not finite; the weights stay.
         """
-        pairs: list[tuple[Fragment, Fragment]] = data
-        tasks = [
-            each for pair in pairs for each in zip(*(self._tasks(fragment) for fragment in pair), strict=True)
-        ]
-        totals, norms = torch.zeros(2), 0.0
-        for _ in range(self._settings.epochs):
+        tasks = [each for pair in data for each in zip(*map(self._tasks, pair), strict=True)]
+        totals, count = torch.zeros(3), self._settings.epochs
+        for _ in range(count):
             self._gradient.zero_()
             for before, after in tasks:
                 terms = self._terms(self._adapt(before), after) / len(tasks)
                 loss = terms[0] - self._settings.entropy_weight * terms[1]
                 loss.backward()  # type: ignore[no-untyped-call]
-                totals += terms.detach()
-            norms += self._step()
-        metrics = merge_metrics(self._acted(*pair) for pair in pairs)
+                totals[:2] += terms.detach()
+            totals[2] += self._step()
+        metrics = merge_metrics(acted(before, after, self.version) for before, after in data)
         self.version += 1
         self.policy.version = self.version
-        names, count = ("loss", "entropy"), self._settings.epochs
-        means = zip(names, totals.tolist(), strict=True)
-        found = {f"policy/{name}/mean": Mean(total=total, count=count) for name, total in means}
-        return {**metrics, **found, "policy/gradient_norm/mean": Mean(total=norms, count=count)}
-
-    def _acted(self, before: Fragment, after: Fragment) -> Metrics:
-        """Return what two fragments say about acting: returns after the step, and before it."""
-        first, then = (fragment_metrics(each, self.version) for each in (before, after))
-        steps = merge_metrics({"actor/steps/sum": each["actor/steps/sum"]} for each in (first, then))
-        return {**then, **steps, "episode/return_before/mean": first["episode/return/mean"]}
+        named = zip(("loss", "entropy", "gradient_norm"), totals.tolist(), strict=True)
+        return {**metrics, **{f"policy/{name}/mean": Mean(total=each, count=count) for name, each in named}}
 
     def _tasks(self, data: Fragment) -> list[TaskRows]:
         found = self._experience(data)
-        return [
-            TaskRows(
-                observations=found.observations[:, part][found.valid[:, part]],
-                actions=found.actions[:, part][found.valid[:, part]],
-                columns=found.columns[:, part][found.valid[:, part]][:, :2],
-            )
-            for part in torch.split(torch.arange(found.valid.shape[1]), self._slots_per_task)
-        ]
+        fields = (found.observations, found.actions, found.columns, found.valid)
+        tasks = zip(*(torch.split(each, self._slots_per_task, 1) for each in fields), strict=True)
+        return [TaskRows(*(each[valid] for each in rows)) for *rows, valid in tasks]
 
     def _adapt(self, rows: TaskRows) -> Parameters:
-        """Return the parameters after the inner step, which the policy's take."""
+        """Return the parameters after the inner step; they depend on the policy's."""
         settings, parameters = self._settings, dict(self.network.named_parameters())
         gradients = torch.autograd.grad(
             self._terms(parameters, rows)[0],
             list(parameters.values()),
             create_graph=settings.second_order,
-            allow_unused=True,
+            materialize_grads=True,
         )
         pairs = zip(parameters.items(), gradients, strict=True)
-        return {name: value if by is None else value - settings.inner_lr * by for (name, value), by in pairs}
+        return {name: value - settings.inner_lr * by for (name, value), by in pairs}
 
     def _terms(self, parameters: Parameters, rows: TaskRows) -> Tensor:
         """Return [2]: policy loss and entropy of the rows, means."""
         output = functional_call(self.network, dict(parameters), (rows.observations,))
         logprobs, entropies = self.network.distribution.evaluate(output.parameters, rows.actions)
-        acted, advantages = rows.columns.unbind(1)
-        ratios, clip = torch.exp(logprobs - acted), self._settings.clip
+        before, advantages, _ = rows.columns.unbind(1)
+        ratios, clip = torch.exp(logprobs - before), self._settings.clip
         gains = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)
         return torch.stack([-gains.mean(), entropies.mean()])
+
+
+def acted(before: Fragment, after: Fragment, version: int) -> Metrics:
+    """Return what two fragments say about acting: the returns after the step, and those before it."""
+    first, then = (fragment_metrics(each, version) for each in (before, after))
+    steps = merge_metrics({"actor/steps/sum": each["actor/steps/sum"]} for each in (first, then))
+    return {**then, **steps, "episode/return_before/mean": first["episode/return/mean"]}
 
 
 def plan(system: Any, settings: MamlConfig) -> Iterable[Metrics]:
     """Return the dataflow: rollouts with the meta policy, adaptation, rollouts, meta update, new tasks."""
     del settings
-    rollouts = from_workers(system.actors, "sample").batch_across_workers()
-    return rollouts.for_each(adapt(system)).batch(2).for_each(meta_update(system))
-
-
-def adapt(system: Any) -> Operator:
-    """Give each task its own weights after every second round, those of a step with its fragment."""
-
-    def begin(context: PlanContext) -> Callable[[list[Fragment]], list[Fragment]]:
-        is_adapted = True
-
-        def give(rollouts: list[Fragment]) -> list[Fragment]:
-            nonlocal is_adapted
-            is_adapted = not is_adapted
-            for each in () if is_adapted else rollouts:
-                work = partial(load_tasks, system.learner.version, system.learner.adapted(each))
-                context.sent([system.actors.run(each.actor, work)])
-            return rollouts
-
-        return give
-
-    return Operator(label="adapt", begin=begin)
-
-
-def meta_update(system: Any) -> Operator:
-    """Update the meta policy with fragments before and after adaptation; begin new tasks with it."""
     learner = system.learner
 
     def update(rounds: list[list[Fragment]]) -> Metrics:
@@ -266,7 +188,30 @@ def meta_update(system: Any) -> Operator:
         system.ask_actors("reset", learner.version)
         return metrics
 
-    return Operator(label="meta_update", begin=lambda _: update)
+    rollouts = from_workers(system.actors, "sample").batch_across_workers()
+    meta_update = Operator(label="meta_update", begin=lambda _: update)
+    return rollouts.for_each(adapt(system)).batch(2).for_each(meta_update)
+
+
+def adapt(system: Any) -> Operator:
+    """Give each task its own weights after every second round, those of a step with its fragment."""
+
+    def begin(context: PlanContext) -> Callable[[list[Fragment]], list[Fragment]]:
+        is_first = cycle((True, False))
+
+        def give(rollouts: list[Fragment]) -> list[Fragment]:
+            for each in rollouts if next(is_first) else ():
+                send_tasks(system, context, each.actor, system.learner.adapted(each))
+            return rollouts
+
+        return give
+
+    return Operator(label="adapt", begin=begin)
+
+
+def send_tasks(system: Any, context: PlanContext, actor: int, weights: Sequence[Weights]) -> None:
+    """Send weights for each task to an actor."""
+    context.sent([system.actors.run(actor, partial(load_tasks, system.learner.version, weights))])
 
 
 def load_tasks(version: int, weights: Sequence[Weights], actor: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.spaces import flatdim
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
@@ -49,7 +50,7 @@ class SquashedActor(nn.Module):
 
     def __init__(self, inputs: LearnerInputs, generator: torch.Generator) -> None:
         super().__init__()
-        observations, actions = flat_size(inputs.observation_space), flat_size(inputs.action_space)
+        observations, actions = flatdim(inputs.observation_space), flatdim(inputs.action_space)
         self.mlp = EnsembleMLP(1, (observations, *inputs.network.hidden, 2 * actions), generator)
         space: Any = inputs.action_space
         low, high = torch.from_numpy(space.low), torch.from_numpy(space.high)
@@ -109,7 +110,7 @@ class SACNetwork(nn.Module):
         require_bounds(inputs)
         generator = torch.Generator().manual_seed(inputs.seed)
         self.actor = SquashedActor(inputs, generator)
-        size = flat_size(inputs.observation_space) + flat_size(inputs.action_space)
+        size = flatdim(inputs.observation_space) + flatdim(inputs.action_space)
         self.critics = EnsembleMLP(2, (size, *inputs.network.hidden, 1), generator)
         self.log_temperature = nn.Parameter(torch.tensor(math.log(inputs.settings.temperature)))
 
@@ -170,11 +171,6 @@ def require_bounds(inputs: LearnerInputs) -> None:
             why="SAC acts with vectors of floats between finite bounds",
             fix="choose algorithm.name = 'dqn' for discrete actions, or bound the actions with a wrapper",
         )
-
-
-def flat_size(space: Any) -> int:
-    """Return the number of elements of a space's arrays."""
-    return math.prod(space.shape)
 
 
 def plan(system: System, settings: SACConfig) -> Iterator[Metrics]:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from rillflow.config.schema import Section
-from rillflow.errors import ConfigError
 from rillflow.records.metrics import Metrics, merge_metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, System
 from rillflow_classic.algorithms.dqn import DQNConfig, DQNLearner
@@ -37,20 +36,10 @@ class TwoTrainersConfig(Section):
 
 
 def learner_of(inputs: LearnerInputs) -> Learner:
-    """Return the learner of a policy, which is named after its algorithm.
-
-    Raises:
-        ConfigError: the policy is neither ``ppo`` nor ``dqn``.
-    """
+    """Return the learner of a policy, which is named after its algorithm."""
     if inputs.policy == PPO:
         return OnPolicyLearner(replace(inputs, settings=inputs.settings.ppo))
-    if inputs.policy == DQN:
-        return DQNLearner(replace(inputs, settings=inputs.settings.dqn))
-    raise ConfigError(
-        f"two_trainers has no trainer for the policy {inputs.policy!r}",
-        why=f"its policies are {PPO!r} and {DQN!r}",
-        fix="write [policies] with ppo = 'agent_[02]' and dqn = 'agent_[13]'",
-    )
+    return DQNLearner(replace(inputs, settings=inputs.settings.dqn))
 
 
 def plan(system: System, settings: TwoTrainersConfig) -> Iterator[Metrics]:
@@ -80,4 +69,6 @@ def renamed(policy: str, name: str) -> str:
     return f"{area}/{policy}_{thing}/{stat}"
 
 
-ALGORITHM = ClassicAlgorithm(name="two_trainers", config=TwoTrainersConfig, learner=learner_of, plan=plan)
+ALGORITHM = ClassicAlgorithm(
+    name="two_trainers", config=TwoTrainersConfig, learner=learner_of, plan=plan, policies=(PPO, DQN)
+)

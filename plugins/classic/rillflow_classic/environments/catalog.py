@@ -59,7 +59,8 @@ def located(config: EnvironmentSettings, base: Path) -> EnvironmentSettings:
     try:
         path = parse_function(config.id, base, "environment")
     except RewardError as error:
-        raise ConfigError(error.what, why=error.why, fix=error.fix) from None
+        fix = error.fix or "correct environment.id; a path is relative to the recipe's folder"
+        raise ConfigError(error.what, why=error.why, fix=fix) from None
     return config.model_copy(update={"id": f"{path.file}:{path.name}"})
 
 
@@ -146,7 +147,14 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool =
             "(pip install 'rillflow-classic[mujoco]' for MuJoCo)",
         ) from error
     if entry.provider == "parallel":
-        return ParallelLane(made, entry.name, limit)
+        try:
+            return ParallelLane(made, entry.name, limit)
+        except AttributeError as error:
+            raise ConfigError(
+                f"{config.id!r} is no environment: {error}",
+                why="it is neither derived from gymnasium.Env nor in PettingZoo's parallel form",
+                fix="derive the class from gymnasium.Env",
+            ) from error
     return GymnasiumLane(made, entry.name)
 
 

@@ -372,9 +372,11 @@ def routed(agent: str, routes: Mapping[str, str]) -> str:
         if re.fullmatch(pattern, agent):
             return policy
     raise ConfigError(
-        f"agent {agent!r} matches no policy",
-        why=f"the patterns are {', '.join(map(repr, routes)) or 'missing'}",
-        fix="add a pattern that matches its whole name, such as '.*' at the end",
+        f"agent {agent!r} matches no policy" if agent else "the environment's only agent matches no policy",
+        why=f"{'' if agent else 'it has no name, and '}the patterns are {', '.join(map(repr, routes))}",
+        fix="add a pattern that matches its whole name, such as '.*' at the end"
+        if agent
+        else "remove [policies]",
     )
 
 

@@ -8,97 +8,83 @@
 A step of the run is a step of every member. Random numbers depend on the seed of the run and on the step
 alone, and every member begins anew after a checkpoint, as in other runs. So a resumed run makes the same
 exchanges. The policies that the run evaluates and saves by name are those of the best member.
+
+Legend: M members, S settings that differ among them.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rillflow.errors import ClusterError
 from rillflow.records.metrics import Max, Mean, Metrics, Sum, merge_metrics
-from rillflow.runs.json_lines import JSON
 from rillflow.workers.backend import Pool, RankLost
 from rillflow_classic.algorithms.registry import algorithm_of
-from rillflow_classic.build import BACKENDS, EnvironmentStatistics, Parts, open_system
-from rillflow_classic.checkpointed import CheckpointedObjects, State
+from rillflow_classic.build import BACKENDS, Parts, keep_state, open_system
+from rillflow_classic.checkpointed import CheckpointedObjects, State, seed_of
 from rillflow_classic.config import PopulationConfig, perturbed
 from rillflow_classic.operators.context import PlanContext
 from rillflow_classic.operators.iterators import LocalIterator, from_function
 from rillflow_classic.policy import Learner
-from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet
+from rillflow_classic.worker_set import WorkerCall, WorkerSet
 
 _log = logging.getLogger(__name__)
 MEMBERS = "members"
 """Pool of the members."""
-FACTORS = (0.8, 1.2)
-"""Changes of a setting in ``explore``."""
+FACTORS = np.array([0.8, 1.2])
+"""Changes of a setting in ``explored``."""
 RETURN = "episode/return/mean"
 """Metric that members are ordered by."""
-Settings = dict[str, float]
-"""Values of the perturbed settings by name."""
+Numbers = NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """A member that goes on from another one."""
-
-    member: int
-    """Index of the member."""
-    copied: int
-    """Index of the better one whose learners and settings it gets."""
-
-
-def exchanges(scores: Sequence[float], share: float, generator: np.random.Generator) -> list[Exchange]:
-    """Return which members are replaced: truncation selection.
+def exchanges(scores: Numbers, share: float, generator: np.random.Generator) -> dict[int, int]:
+    """Return the better member that each replaced member copies: truncation selection.
 
     Args:
-        scores: mean return of every member; NaN for one that has ended no episode, which stays.
+        scores: [M] mean returns; NaN for a member that has ended no episode, which stays.
         share: share of the members that are replaced, and of those that are copied.
         generator: chooses whom each one copies.
     """
-    order = sorted((score, -index) for index, score in enumerate(scores) if not math.isnan(score))
+    order = sorted((score, -index) for index, score in enumerate(scores.tolist()) if score == score)
     count = min(max(1, round(share * len(scores))), len(order) // 2)
     best = [-index for _, index in order[len(order) - count :]]
-    worst = [-index for _, index in order[:count]]
-    chosen = [(index, best[int(generator.integers(count))]) for index in worst]
-    return [Exchange(member=index, copied=at) for index, at in chosen if scores[at] > scores[index]]
+    chosen = {-index: best[int(generator.integers(count))] for _, index in order[:count]}
+    return {index: copied for index, copied in chosen.items() if scores[copied] > scores[index]}
 
 
-def explored(
-    settings: Settings, bounds: Mapping[str, tuple[float, float]], generator: np.random.Generator
-) -> Settings:
-    """Return each setting times 0.8 or 1.2, within its bounds."""
-    return {
-        name: float(np.clip(settings[name] * FACTORS[int(generator.integers(2))], low, high))
-        for name, (low, high) in bounds.items()
-    }
+def explored(values: Numbers, bounds: Numbers, generator: np.random.Generator) -> Numbers:
+    """Return values [S] times 0.8 or 1.2 each, within bounds [S, 2]."""
+    changed: Numbers = values * FACTORS[generator.integers(2, size=len(values))]
+    return changed.clip(*bounds.T)
 
 
-def drawn_settings(bounds: Mapping[str, tuple[float, float]], generator: np.random.Generator) -> Settings:
-    """Return a value of each setting whose logarithm is uniform between its bounds."""
-    logs = {name: generator.uniform(math.log(low), math.log(high)) for name, (low, high) in bounds.items()}
-    return {name: float(np.clip(math.exp(each), *bounds[name])) for name, each in logs.items()}
+def drawn_values(bounds: Numbers, generator: np.random.Generator) -> Numbers:
+    """Return values [S] whose logarithms are uniform between the logarithms of bounds [S, 2]."""
+    drawn: Numbers = np.exp(generator.uniform(*np.log(bounds.T)))
+    return drawn.clip(*bounds.T)
 
 
 class PopulationMember:
     """One member: a system of calls in this process, and the plan of its algorithm.
 
     Args:
-        parts: the member's parts, with a seed of its own.
+        parts: the member's parts, with a seed of its own; ``change`` comes before the first step.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._stack = parts, ExitStack()
-        self._open({}, {})
+        self._kept = CheckpointedObjects()
 
     def step(self) -> Metrics:
         """Make a step of the plan."""
@@ -111,39 +97,33 @@ class PopulationMember:
         self._context = PlanContext()
         self._items: Iterator[Metrics] = plan.run(self._context)
 
-    def change(self, settings: Settings, states: Mapping[str, State], seed: int) -> None:
+    def change(self, settings: Mapping[str, float], states: Mapping[str, State], seed: int) -> None:
         """Go on with other settings, and with the given states in place of its own.
 
         Learners and actors are made anew, because either may have read a setting when it was made.
         """
-        self._open(settings, {**self.states(), **states})
+        states = {**self.states(), **states}
+        self._settings = perturbed(self._parts.settings, settings)
+        self._stack.close()
+        self._system = open_system(replace(self._parts, settings=self._settings), self._stack)
+        self._kept = self._system.kept
+        self._kept.take(states)
+        keep_state(self._system, self._parts.environment)
         self.reset(seed)
 
     def states(self, names: Sequence[str] = ()) -> dict[str, State]:
         """Return the states of some objects; of all without names: learners, buffers, environments."""
-        return self._system.kept.states(names)
+        return self._kept.states(names)
 
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """See System."""
         return self._system.ask_actors(method, *arguments)
 
-    def _open(self, settings: Settings, states: Mapping[str, State]) -> None:
-        self._settings = perturbed(self._parts.settings, settings)
-        self._stack.close()
-        self._stack = ExitStack()
-        self._system = open_system(replace(self._parts, settings=self._settings), self._stack)
-        kept = self._system.kept
-        kept.take(states)
-        for name, learner in self._system.learners.items():
-            kept.keep(name, partial(_given, learner))
-        if self._parts.environment.normalise_observations or self._parts.environment.normalise_rewards:
-            kept.keep("environments", partial(EnvironmentStatistics, self._system))
 
-
-def make_member(parts: Parts, seeds: Sequence[int], index: int) -> PopulationMember:
+def make_member(parts: Parts, index: int) -> PopulationMember:
     """Return member ``index``; its actors run in its own process."""
     workers = parts.workers.model_copy(update={"place": "inline"})
-    return PopulationMember(replace(parts, workers=workers, seed=seeds[index]))
+    return PopulationMember(replace(parts, workers=workers, seed=seed_of(parts.seed, index)))
 
 
 class PopulationSystem:
@@ -153,8 +133,7 @@ class PopulationSystem:
         members: the members.
         learners: learners of this process, which get the states of the best member.
         config: settings of the population.
-        first: values of the perturbed settings in the recipe; the first member begins with them.
-        seed: seed of the run.
+        parts: the recipe's; the first member begins with its settings.
     """
 
     def __init__(
@@ -162,39 +141,44 @@ class PopulationSystem:
         members: WorkerSet[PopulationMember],
         learners: Mapping[str, Learner],
         config: PopulationConfig,
-        first: Settings,
-        seed: int,
+        parts: Parts,
     ) -> None:
         self.members = members
-        self._learners, self._config, self._seed = learners, config, seed
-        self._bounds = dict(sorted(config.perturb.items()))
-        others = range(1, members.size)
-        self.settings = [first, *(drawn_settings(self._bounds, self._generator(0, each)) for each in others)]
-        """Values of the perturbed settings of every member."""
-        self.scores = [math.nan] * members.size
-        """Mean return of every member in its last round with an episode."""
-        self._returns: list[Metrics] = [{} for _ in self.settings]
+        self._learners, self._config, self._seed = learners, config, parts.seed
+        self._names, given = sorted(config.perturb), parts.settings.model_dump()
+        self._bounds = np.array([config.perturb[name] for name in self._names])
+        first = np.array([float(given[name]) for name in self._names])
+        others = [drawn_values(self._bounds, self._generator(0, at)) for at in range(1, members.size)]
+        self.values = np.stack([first, *others])
+        """[M, S] settings of every member."""
+        self.scores = np.full(members.size, np.nan)
+        """[M] mean returns in the last round with an episode; NaN before."""
+        self.returns = np.zeros((members.size, 2))
+        """[M, 2] sum and number of the returns since the last exchange."""
         self._step, self._is_stale = 0, True
         self._kept = CheckpointedObjects()
-        self._kept.keep("population", partial(_given, self))
+        self._kept.put("population", self)
         self._all(lambda index: self._change(index, {}))
 
     @property
     def best(self) -> int:
         """Index of the member with the highest score; the first one before there are scores."""
-        return max(range(self.members.size), key=lambda at: (_known(self.scores[at]), -at))
+        return self._best_of(range(self.members.size))
 
     @property
     def learners(self) -> Mapping[str, Learner]:
         """Learner of every policy, with the state of the best member."""
-        self._refresh()
+        if self._is_stale:
+            self._is_stale = False
+            states = self._read(self.best, "states", list(self._learners))
+            for name, learner in self._learners.items():
+                learner.restore(*states[name])
         return self._learners
 
     @property
     def kept(self) -> CheckpointedObjects:
         """See System; the learners in it are up to date."""
-        self._refresh()
-        return self._kept
+        return self._kept if self.learners else CheckpointedObjects()
 
     def plan(self) -> LocalIterator:
         """Return the dataflow: an item is a step of every member."""
@@ -204,133 +188,106 @@ class PopulationSystem:
         """Make a step of every member, and let members exchange after every ``every`` steps."""
         found = self._all(lambda index: self.members.call(index, "step"))
         self._step, self._is_stale = self._step + 1, True
-        self._returns = [
-            merge_metrics([held, {RETURN: metrics[RETURN]} if RETURN in metrics else {}])
-            for held, metrics in zip(self._returns, found, strict=True)
-        ]
-        changed: Sequence[Exchange] = ()
-        if self._step % self._config.every == 0:
-            changed = self._exchange()
-        of_settings = [
-            {f"population/{name}/mean": Mean(total=value, count=1) for name, value in each.items()}
-            for each in self.settings
-        ]
-        known = [score for score in self.scores if not math.isnan(score)]
-        best: Metrics = {"population/score/max": Max(value=max(known))} if known else {}
-        exchanged: Metrics = {"population/exchanges/sum": Sum(value=float(len(changed)))}
-        return merge_metrics([*found, *of_settings, best, exchanged])
+        for index, metrics in enumerate(found):
+            if isinstance(mean := metrics.get(RETURN), Mean):
+                self.returns[index] += mean.total, mean.count
+        changed = self.exchange() if self._step % self._config.every == 0 else {}
+        own: dict[str, Any] = {"population/exchanges/sum": Sum(value=float(len(changed)))}
+        if not np.isnan(self.scores).all():
+            own["population/score/max"] = Max(value=float(np.nanmax(self.scores)))
+        for name, column in zip(self._names, self.values.T.tolist(), strict=True):
+            own[f"population/{name}/mean"] = Mean(total=sum(column), count=len(column))
+        return {**merge_metrics(found), **own}
 
     def reset(self, seed: int) -> None:
         """See System."""
-        self._all(lambda index: self.members.call(index, "reset", _seed_of(seed, index)))
+        self._all(lambda index: self.members.call(index, "reset", seed_of(seed, index)))
 
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Return the result of a method of every actor of the best member."""
         found: list[Any] = self._read(self.best, "ask_actors", method, *arguments)
         return found
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+    def state(self) -> State:
         """Return scores and settings, and the states of all members."""
-        found = self._all(lambda index: self.members.call(index, "states"))
-        tensors, states = dict[str, Tensor](), list[JSON]()
-        for index, member in enumerate(found):
-            states.append({name: dict(state) for name, (_, state) in member.items()})
-            for name, (held, _) in member.items():
-                tensors |= {f"{index}/{name}/{key}": value for key, value in held.items()}
-        scores: list[JSON] = [None if math.isnan(score) else score for score in self.scores]
-        returns: list[JSON] = [
-            [each.total, each.count] if isinstance(each := held.get(RETURN), Mean) else None
-            for held in self._returns
-        ]
-        settings: list[JSON] = [dict(each) for each in self.settings]
-        return tensors, {
-            "step": self._step,
-            "scores": scores,
-            "returns": returns,
-            "settings": settings,
-            "members": states,
+        members = self._all(lambda index: self.members.call(index, "states"))
+        tensors = {
+            f"{index}/{name}/{key}": value
+            for index, member in enumerate(members)
+            for name, (held, _) in member.items()
+            for key, value in held.items()
         }
+        tensors["members"] = torch.from_numpy(np.c_[self.scores, self.returns, self.values])
+        states = [{name: dict(state) for name, (_, state) in member.items()} for member in members]
+        return tensors, {"step": self._step, "members": states}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Restore what ``state`` returned."""
-        members: list[dict[str, Any]] = [
-            {name: ({}, each) for name, each in member.items()} for member in state["members"]
-        ]
-        for key, value in tensors.items():
-            index, name, rest = key.split("/", 2)
-            members[int(index)][name][0][rest] = value
         self._step, self._is_stale = int(state["step"]), True
-        self.scores = [math.nan if score is None else score for score in state["scores"]]
-        self.settings = [dict(each) for each in state["settings"]]
-        self._returns = [
-            {} if held is None else {RETURN: Mean(total=held[0], count=held[1])} for held in state["returns"]
-        ]
+        table = tensors["members"].numpy()
+        self.scores, self.returns, self.values = (each.copy() for each in np.split(table, [1, 3], axis=1))
+        self.scores = self.scores[:, 0]
+        members: Any = [{name: ({}, each) for name, each in member.items()} for member in state["members"]]
+        for key, value in tensors.items():
+            if "/" in key:
+                index, name, rest = key.split("/", 2)
+                members[int(index)][name][0][rest] = value
         self._all(lambda index: self._change(index, members[index]))
 
-    def _exchange(self) -> Sequence[Exchange]:
-        """Let the worst members go on from better ones."""
-        for index, held in enumerate(self._returns):
-            if RETURN in held and not math.isnan(held[RETURN].value):
-                self.scores[index] = float(held[RETURN].value)
-        self._returns = [{} for _ in self.settings]
+    def exchange(self) -> dict[int, int]:
+        """Let the worst members go on from better ones; return whom each one copied."""
+        totals, counts = self.returns.T
+        self.scores = np.where(counts > 0, totals / np.maximum(counts, 1), self.scores)
+        self.returns = np.zeros_like(self.returns)
         chosen = exchanges(self.scores, self._config.share, self._generator(self._step, 0))
         names = list(self._learners)
-        copied = {each.copied: self._read(each.copied, "states", names) for each in chosen}
-        for each in chosen:
-            generator = self._generator(self._step, 1 + each.member)
-            self.settings[each.member] = explored(self.settings[each.copied], self._bounds, generator)
-            self.scores[each.member] = self.scores[each.copied]
-            _log.info("member %d goes on from member %d: %s", each.member, each.copied, self.settings)
-        states = {each.member: copied[each.copied] for each in chosen}
+        states = {member: self._read(copied, "states", names) for member, copied in chosen.items()}
+        for member, copied in chosen.items():
+            generator = self._generator(self._step, 1 + member)
+            self.values[member] = explored(self.values[copied], self._bounds, generator)
+            self.scores[member] = self.scores[copied]
+            _log.info("member %d goes on from member %d: %s", member, copied, self.values[member])
         self._all(lambda index: self._change(index, states[index]), sorted(states))
         return chosen
 
     def _change(self, index: int, states: Mapping[str, State]) -> WorkerCall:
-        seed = _seed_of(self._seed, self._step, index)
-        return self.members.call(index, "change", self.settings[index], states, seed)
-
-    def _refresh(self) -> None:
-        """Give the learners of this process the state of the best member."""
-        if not self._is_stale:
-            return
-        states = self._read(self.best, "states", list(self._learners))
-        for name, learner in self._learners.items():
-            learner.restore(*states[name])
-        self._is_stale = False
+        settings = dict(zip(self._names, self.values[index].tolist(), strict=True))
+        return self.members.call(index, "change", settings, states, seed_of(self._seed, self._step, index))
 
     def _all(self, call: Callable[[int], WorkerCall], members: Sequence[int] | None = None) -> list[Any]:
         """Return the results of a call of every member; a lost one goes on from the best of the others."""
-        every = range(self.members.size) if members is None else members
-        calls = [(index, call(index)) for index in every]
-        found, lost = {}, {}
-        for index, each in calls:
+        calls = {index: call(index) for index in (range(self.members.size) if members is None else members)}
+        found, lost = dict.fromkeys(calls), dict[int, RankLost]()
+        for index, each in calls.items():
             try:
-                found[index] = each.read(DEADLINE_S)
+                found[index] = each.read()
             except RankLost as error:
                 lost[index] = error
         for index, reason in lost.items():
-            self._replace(index, reason, set(lost))
-            found[index] = call(index).read(DEADLINE_S)
-        return [found[index] for index in every]
+            self._replace(index, reason, {*range(self.members.size)} - lost.keys())
+            found[index] = call(index).read()
+        return list(found.values())
 
-    def _replace(self, index: int, error: RankLost, lost: set[int]) -> None:
+    def _replace(self, index: int, error: RankLost, there: set[int]) -> None:
         """Start a new process for a lost member, with the learners of the best one that is there.
 
         Raises:
             ClusterError: all members are lost.
         """
-        there = sorted({*range(self.members.size)} - lost, key=lambda at: _known(self.scores[at]))
         if not there:
             raise ClusterError(f"all {self.members.size} members are lost", why=str(error)) from None
-        copied = there[-1]
+        copied = self._best_of(there)
         _log.warning("member %d is lost, and goes on from member %d: %s", index, copied, error)
         states = self._read(copied, "states", list(self._learners))
-        self.members.replace(index).read(DEADLINE_S)
-        self.members.make_again(index).read(DEADLINE_S)
-        self._change(index, states).read(DEADLINE_S)
+        self.members.replace(index).read()
+        self.members.make_again(index).read()
+        self._change(index, states).read()
+
+    def _best_of(self, members: Iterable[int]) -> int:
+        return max(sorted(members), key=np.nan_to_num(self.scores, nan=-np.inf).__getitem__)
 
     def _read(self, index: int, method: str, *arguments: Any) -> Any:
-        return self.members.call(index, method, *arguments).read(DEADLINE_S)
+        return self.members.call(index, method, *arguments).read()
 
     def _generator(self, *parts: int) -> np.random.Generator:
         return np.random.default_rng((self._seed, *parts))
@@ -341,21 +298,5 @@ def open_population(parts: Parts, config: PopulationConfig, stack: ExitStack) ->
     backend = BACKENDS[parts.workers.place]()
     stack.callback(backend.close)
     backend.open([Pool(name=MEMBERS, size=config.members, world=1)])
-    seeds = [_seed_of(parts.seed, index) for index in range(config.members)]
-    members = WorkerSet(backend, MEMBERS, partial(make_member, parts, seeds))
-    given = parts.settings.model_dump()
-    first = {name: float(given[name]) for name in sorted(config.perturb)}
-    return PopulationSystem(members, parts.learners(), config, first, parts.seed)
-
-
-def _given(value: Any) -> Any:
-    return value
-
-
-def _known(score: float) -> float:
-    return -math.inf if math.isnan(score) else score
-
-
-def _seed_of(*parts: int) -> int:
-    """Return a seed below 2^31 made of several numbers."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
+    members = WorkerSet(backend, MEMBERS, partial(make_member, parts))
+    return PopulationSystem(members, parts.learners(), config, parts)

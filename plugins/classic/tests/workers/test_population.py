@@ -21,9 +21,8 @@ from rillflow.runs import layout
 from rillflow.runs.json_lines import read_lines
 from rillflow_classic.recipe import LoadedClassicRecipe
 from rillflow_classic.workers.population import (
-    Exchange,
     PopulationSystem,
-    drawn_settings,
+    drawn_values,
     exchanges,
     explored,
     open_population,
@@ -55,7 +54,8 @@ video = false
 checkpoint_every = 3
 threads = 1
 """
-BOUNDS = {"lr": (1e-5, 1e-2), "epochs": (1.0, 8.0)}
+BOUNDS = np.array([(1.0, 8.0), (1e-5, 1e-2)])
+"""Of the settings epochs and lr."""
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ def generator(seed: int = 0) -> np.random.Generator:
 
 
 def test_the_worst_copy_the_best() -> None:
-    scores = [5.0, 1.0, 9.0, 3.0, 8.0, 2.0, 7.0, 4.0]
+    scores = np.array([5.0, 1.0, 9.0, 3.0, 8.0, 2.0, 7.0, 4.0])
     found = [exchanges(scores, 0.25, generator(seed)) for seed in range(20)]
-    assert all({each.member for each in once} == {1, 5} for once in found)
-    copied = [each.copied for once in found for each in once]
+    assert all(once.keys() == {1, 5} for once in found)
+    copied = [each for once in found for each in once.values()]
     assert set(copied) == {2, 4}, "each of the best share is copied, chosen at random"
     assert exchanges(scores, 0.25, generator(3)) == exchanges(scores, 0.25, generator(3))
 
@@ -81,25 +81,25 @@ def test_the_worst_copy_the_best() -> None:
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
-        ([1.0, 1.0, 1.0, 1.0], []),
-        ([math.nan, math.nan, math.nan], []),
-        ([math.nan, 2.0, 1.0], [Exchange(member=2, copied=1)]),
-        ([1.0, 2.0], [Exchange(member=0, copied=1)]),
+        ([1.0, 1.0, 1.0, 1.0], {}),
+        ([math.nan, math.nan, math.nan], {}),
+        ([math.nan, 2.0, 1.0], {2: 1}),
+        ([1.0, 2.0], {0: 1}),
     ],
 )
-def test_nobody_copies_an_equal_or_an_unknown_one(scores: list[float], expected: list[Exchange]) -> None:
-    assert exchanges(scores, 0.25, generator()) == expected
+def test_nobody_copies_an_equal_or_an_unknown_one(scores: list[float], expected: dict[int, int]) -> None:
+    assert exchanges(np.array(scores), 0.25, generator()) == expected
 
 
 def test_settings_are_drawn_and_changed_within_their_bounds() -> None:
-    drawn = [drawn_settings(BOUNDS, generator(seed)) for seed in range(200)]
-    logs = np.log10([each["lr"] for each in drawn])
+    drawn = np.stack([drawn_values(BOUNDS, generator(seed)) for seed in range(200)])
+    logs = np.log10(drawn[:, 1])
     assert -5 <= logs.min() < -4.9 and -2.1 < logs.max() <= -2 and abs(logs.mean() + 3.5) < 0.2
-    ratios = {
-        round(explored({"lr": 1e-3, "epochs": 4.0}, BOUNDS, generator(s))["lr"] / 1e-3, 6) for s in range(9)
-    }
-    assert ratios == {0.8, 1.2}
-    assert explored({"lr": 1e-2, "epochs": 1.0}, {"lr": (1e-2, 1e-2)}, generator()) == {"lr": 1e-2}
+    values = np.array([4.0, 1e-3])
+    ratios = np.stack([explored(values, BOUNDS, generator(seed)) / values for seed in range(9)])
+    assert set(ratios.round(6).flatten().tolist()) == {0.8, 1.2}
+    narrow = np.array([(1.0, 1.0), (1e-2, 1e-2)])
+    assert explored(narrow[:, 0], narrow, generator()).tolist() == [1.0, 1e-2]
 
 
 def opened(recipe: Path, stack: ExitStack, place: str = "inline") -> PopulationSystem:
@@ -122,19 +122,18 @@ def test_a_worse_member_gets_weights_moments_and_changed_settings_of_a_better_on
         system = opened(recipe, stack)
         system.reset(1)
         system.step()
-        assert system.settings[0] == {"lr": 2.5e-4, "epochs": 4.0}, "the recipe's own"
-        assert len({each["lr"] for each in system.settings}) == 4
+        assert system.values[0].tolist() == [4.0, 2.5e-4], "the recipe's own"
+        assert len(set(system.values[:, 1].tolist())) == 4
         before = [tensors(system, index) for index in range(4)]
         assert before[0] != before[1] and any("exp_avg" in name for name in before[0])
-        system.scores, system._returns = [4.0, 3.0, 2.0, 1.0], [{}] * 4
-        settings = [dict(each) for each in system.settings]
-        (found,) = system._exchange()
-        assert found == Exchange(member=3, copied=0)
+        system.returns = np.array([(8.0, 2.0), (3.0, 1.0), (2.0, 1.0), (1.0, 1.0)])
+        values = system.values.copy()
+        assert system.exchange() == {3: 0}
+        assert system.scores.tolist() == [4.0, 3.0, 2.0, 4.0]
         after = [tensors(system, index) for index in range(4)]
         assert after == [*before[:3], before[0]]
-        assert system.settings[:3] == settings[:3]
-        ratios = {round(system.settings[3][name] / settings[0][name], 6) for name in BOUNDS}
-        assert ratios <= {0.8, 1.2}
+        assert np.array_equal(system.values[:3], values[:3])
+        assert set((system.values[3] / values[0]).round(6).tolist()) <= {0.8, 1.2}
         system.step()
         assert tensors(system, 3) != tensors(system, 0), "it goes its own way"
 
@@ -144,7 +143,7 @@ def test_the_run_evaluates_the_best_member(recipe: Path) -> None:
         system = opened(recipe, stack)
         system.reset(1)
         system.step()
-        system.scores, system._is_stale = [1.0, 1.0, 5.0, 2.0], True
+        system.scores = np.array([1.0, 1.0, 5.0, 2.0])
         assert system.best == 2
         learner = system.learners["policy"]
         found = {name: value.tolist() for name, value in learner.state()[0].items()}
@@ -216,10 +215,13 @@ def _pid(member: Any) -> int:
         ({"population.perturb.lr": [1e-2, 1e-5]}, ["population.perturb.lr is [0.01, 1e-05]"]),
         (
             {"population.perturb.gamma": [0.5, 2.0]},
-            ["population.perturb.gamma reaches 2", "less than or equal to 1"],
+            ["population.perturb.gamma is [0.5, 2.0], which reaches 2", "at most 1"],
         ),
         ({"population.members": 1}, ["population.members"]),
-        ({"workers.transport": "shared_memory"}, ["a population has workers.transport"]),
+        (
+            {"workers.transport": "shared_memory"},
+            ['population.members is 4 and workers.transport is "shared_memory"'],
+        ),
     ],
 )
 def test_settings_that_cannot_be(given: dict[str, Any], words: list[str], recipe: Path) -> None:
