@@ -30,8 +30,6 @@ from typing import Any, Protocol
 from rillflow.errors import RunDirectoryError
 from rillflow.runs.durable import digest_of, flush, write_error
 from rillflow.runs.layout import checkpoint_folders, checkpoint_step
-from rillflow.runs.reader import best_checkpoint
-from rillflow.runs.run_directory import RunDirectory
 
 FORMAT = 2
 AHEAD = "ahead"
@@ -126,27 +124,6 @@ def save_checkpoint(
         if checkpoint_step(old) != spare:
             _remove(old)
     return final
-
-
-def save_in(
-    run: RunDirectory,
-    step: int,
-    write: Callable[[Path], Mapping[str, Any]],
-    state: Mapping[str, Any],
-    keep: int,
-) -> None:
-    """Write a checkpoint of a run after its lines so far; the one with the best evaluation is kept too.
-
-    Args:
-        run: the run directory.
-        step: see ``save_checkpoint``, as ``write``, ``state`` and ``keep``.
-    """
-    run.require_lock()
-    run.evidence.flush()  # a resume from this checkpoint goes on after these lines
-    best = best_checkpoint(run.path)
-    spare = None if best is None else best.step
-    save_checkpoint(run.checkpoints, step, write, state, keep, run=run.id, spare=spare)
-    run.evidence.of_checkpoint(step)
 
 
 def _remove(checkpoint: Path) -> None:

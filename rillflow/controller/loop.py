@@ -40,12 +40,12 @@ from rillflow.controller.checkpoint import (
     AHEAD,
     COLLECTED,
     begin_saving,
-    save_in,
     written,
 )
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.interrupt import Interruption, RunStage, stopped
 from rillflow.controller.open_step import OpenStep, Phase, Save, Standing
+from rillflow.controller.run_checkpoint import save_in
 from rillflow.controller.saved_flight import FLIGHT
 from rillflow.errors import Interrupted, RillflowError
 from rillflow.records.metrics import Mean, Metric, Metrics

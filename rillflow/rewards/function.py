@@ -175,11 +175,12 @@ def _locate(path: Path, named: str) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         raise RewardError(f"the {named} has no usable path", why=str(error)) from None
     if not file.exists():
-        raise RewardError(
-            f"the {named} is in a file that does not exist",
-            why=f"there is no {file}",
-            fix=nearest(file.name, beside),
+        fix = (
+            nearest(file.name, beside)
+            if beside
+            else "correct the path; it is relative to the recipe's folder"
         )
+        raise RewardError(f"the {named} is in a file that does not exist", why=f"there is no {file}", fix=fix)
     if not file.is_file():
         raise RewardError(f"the {named} is not in a regular file", why=f"{file} is a folder or a device")
     return file

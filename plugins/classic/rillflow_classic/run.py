@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +28,20 @@ import torch
 
 from rillflow.app.plugin_recipe import OpenRun
 from rillflow.controller.cadence import is_due
-from rillflow.controller.checkpoint import save_in
 from rillflow.controller.interrupt import RunStage
+from rillflow.controller.run_checkpoint import save_in
 from rillflow.errors import Interrupted
-from rillflow.records.metrics import Mean, Metrics
+from rillflow.records.metrics import Mean
 from rillflow.runs.reader import RankSpan, SpanRecord, read_evaluations
-from rillflow_classic.build import Parts, keep_state, open_system
+from rillflow_classic.build import Parts, open_system
 from rillflow_classic.checkpointed import seed_of
 from rillflow_classic.environments.make import make_environment, make_video_environment
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.evaluation import GreedyPlayer, judged_episodes, num_slots, play
 from rillflow_classic.operators.context import PlanContext
+from rillflow_classic.running_plan import RunningPlan
 from rillflow_classic.video import record_video
-from rillflow_classic.workers.population import open_population
+from rillflow_classic.workers.population import PopulationSystem, open_population
 
 if TYPE_CHECKING:
     from rillflow.app.check_report import Report
@@ -88,14 +88,10 @@ class ClassicLoop:
         if self._recipe.run.threads:
             torch.set_num_threads(self._recipe.run.threads)
         self._parts = parts = Parts.of(loaded)
-        self._system: Any
-        if self._recipe.population:
-            self._system = open_population(parts, self._recipe.population, run.stack)
-            self._plan: Any = self._system.plan
-        else:
-            self._system = open_system(parts, run.stack)
-            self._plan = partial(loaded.algorithm.plan, self._system, loaded.settings)
-        self._statistics = keep_state(self._system, parts.environment)
+        population = self._recipe.population
+        self._plan: RunningPlan | PopulationSystem = (
+            open_population(parts, population, run.stack) if population else RunningPlan(parts, run.stack)
+        )
         self._evaluated = {record.step for record in read_evaluations(run.directory.path)}
 
     def run(self) -> None:
@@ -106,7 +102,7 @@ class ClassicLoop:
         """
         step = 0
         if self._run.checkpoint is not None:
-            self._system.kept.read(self._run.checkpoint)
+            self._plan.kept.read(self._run.checkpoint)
             step = self._run.checkpoint.step
         else:
             self._evaluate(0)
@@ -119,25 +115,23 @@ class ClassicLoop:
 
     def _until_checkpoint(self, kept: int) -> int:
         """Make the steps from one checkpoint to the next, and return its step."""
-        every, asked, context = self._recipe.run.checkpoint_every, self._run.interruption, PlanContext()
+        every, asked = self._recipe.run.checkpoint_every, self._run.interruption
         last = min(self._steps, kept - kept % every + every)
-        self._system.reset(seed_of(self._seed, kept))
-        items = self._plan().run(context)
+        self._plan.reset(seed_of(self._seed, kept))
         for step in range(kept + 1, last + 1):
-            self._step(step, items, context)
+            self._step(step)
             if is_due(step, self._evaluation.every):
                 self._evaluate(step)
             if asked.requested and step < last:
                 raise self._stopped(step, kept)
-        del items
         self._save(last)
         if asked.requested and last < self._steps:
             raise self._stopped(last, last)
         return last
 
-    def _step(self, step: int, items: Iterator[Metrics], context: PlanContext) -> None:
+    def _step(self, step: int) -> None:
         began_s, elapsed_s = time.perf_counter(), self._directory.elapsed_s()
-        found = {**next(items), **context.take_metrics()}
+        found, context = self._plan.step(), self._plan.context
         took_s = time.perf_counter() - began_s
         # no mean of nothing, such as the return in a step in which no episode ended
         metrics = {name: each for name, each in found.items() if not isinstance(each, Mean) or each.count}
@@ -153,7 +147,7 @@ class ClassicLoop:
         states = dict[str, Any]()
 
         def write(folder: Path) -> Mapping[str, Any]:
-            states.update(self._system.kept.write(folder))
+            states.update(self._plan.kept.write(folder))
             return {}
 
         state = {"step": step, "objects": states}
@@ -191,9 +185,9 @@ class ClassicLoop:
     def _player(self, environment: VectorEnvironment, seed: int) -> Iterator[GreedyPlayer]:
         """Yield a player of the present weights in an environment, which it closes."""
         try:
-            if self._statistics is not None:
-                environment.restore(self._statistics.newest(), frozen=True)
-            policies = {name: learner.policy for name, learner in self._system.learners.items()}
+            if self._plan.statistics is not None:
+                environment.restore(self._plan.statistics.newest(), frozen=True)
+            policies = {name: learner.policy for name, learner in self._plan.learners.items()}
             yield GreedyPlayer(environment, policies, self._parts.routes, seed)
         finally:
             environment.close()

@@ -15,8 +15,8 @@ from rillflow.app.check_report import Report
 from rillflow.app.plugin_recipe import OpenRun, PluginRecipe
 from rillflow.config.load import Override, apply_overrides, validate
 from rillflow.config.schema import Section
-from rillflow.controller.checkpoint import save_in
 from rillflow.controller.interrupt import Interruption, RunStage
+from rillflow.controller.run_checkpoint import save_in
 from rillflow.errors import ConfigError, Interrupted, RunDirectoryError
 from rillflow.graph.graph import Graph
 from rillflow.records.metrics import Mean

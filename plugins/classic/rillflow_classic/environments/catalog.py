@@ -59,8 +59,7 @@ def located(config: EnvironmentSettings, base: Path) -> EnvironmentSettings:
     try:
         path = parse_function(config.id, base, "environment")
     except RewardError as error:
-        fix = error.fix or "correct environment.id; a path is relative to the recipe's folder"
-        raise ConfigError(error.what, why=error.why, fix=fix) from None
+        raise ConfigError(error.what, why=error.why, fix=error.fix) from None
     return config.model_copy(update={"id": f"{path.file}:{path.name}"})
 
 

@@ -15,7 +15,7 @@ Legend: M members, S settings that differ among them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,13 +29,12 @@ from torch import Tensor
 from rillflow.errors import ClusterError
 from rillflow.records.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from rillflow.workers.backend import Pool, RankLost
-from rillflow_classic.algorithms.registry import algorithm_of
-from rillflow_classic.build import BACKENDS, Parts, keep_state, open_system
+from rillflow_classic.build import BACKENDS, Parts, keep_state
 from rillflow_classic.checkpointed import CheckpointedObjects, State, seed_of
-from rillflow_classic.config import PopulationConfig, perturbed
+from rillflow_classic.config import PopulationConfig
 from rillflow_classic.operators.context import PlanContext
-from rillflow_classic.operators.iterators import LocalIterator, from_function
 from rillflow_classic.policy import Learner
+from rillflow_classic.running_plan import RunningPlan
 from rillflow_classic.worker_set import WorkerCall, WorkerSet
 
 _log = logging.getLogger(__name__)
@@ -75,59 +74,14 @@ def drawn_values(bounds: Numbers, generator: np.random.Generator) -> Numbers:
     return drawn.clip(*bounds.T)
 
 
-class PopulationMember:
-    """One member: a system of calls in this process, and the plan of its algorithm.
-
-    Args:
-        parts: the member's parts, with a seed of its own; ``change`` comes before the first step.
-    """
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._stack = parts, ExitStack()
-        self._kept = CheckpointedObjects()
-
-    def step(self) -> Metrics:
-        """Make a step of the plan."""
-        return {**next(self._items), **self._context.take_metrics()}
-
-    def reset(self, seed: int) -> None:
-        """Begin new episodes and a new plan."""
-        self._system.reset(seed)
-        plan: Any = algorithm_of(self._parts.algorithm).plan(self._system, self._settings)
-        self._context = PlanContext()
-        self._items: Iterator[Metrics] = plan.run(self._context)
-
-    def change(self, settings: Mapping[str, float], states: Mapping[str, State], seed: int) -> None:
-        """Go on with other settings, and with the given states in place of its own.
-
-        Learners and actors are made anew, because either may have read a setting when it was made.
-        """
-        states = {**self.states(), **states}
-        self._settings = perturbed(self._parts.settings, settings)
-        self._stack.close()
-        self._system = open_system(replace(self._parts, settings=self._settings), self._stack)
-        self._kept = self._system.kept
-        self._kept.take(states)
-        keep_state(self._system, self._parts.environment)
-        self.reset(seed)
-
-    def states(self, names: Sequence[str] = ()) -> dict[str, State]:
-        """Return the states of some objects; of all without names: learners, buffers, environments."""
-        return self._kept.states(names)
-
-    def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
-        """See System."""
-        return self._system.ask_actors(method, *arguments)
-
-
-def make_member(parts: Parts, index: int) -> PopulationMember:
+def make_member(parts: Parts, index: int) -> RunningPlan:
     """Return member ``index``; its actors run in its own process."""
     workers = parts.workers.model_copy(update={"place": "inline"})
-    return PopulationMember(replace(parts, workers=workers, seed=seed_of(parts.seed, index)))
+    return RunningPlan(replace(parts, workers=workers, seed=seed_of(parts.seed, index)), ExitStack())
 
 
 class PopulationSystem:
-    """The members of a population, as the system of a run.
+    """The members of a population, with the methods of a ``RunningPlan``.
 
     Args:
         members: the members.
@@ -138,7 +92,7 @@ class PopulationSystem:
 
     def __init__(
         self,
-        members: WorkerSet[PopulationMember],
+        members: WorkerSet[RunningPlan],
         learners: Mapping[str, Learner],
         config: PopulationConfig,
         parts: Parts,
@@ -159,6 +113,10 @@ class PopulationSystem:
         self._kept = CheckpointedObjects()
         self._kept.put("population", self)
         self._all(lambda index: self._change(index, {}))
+        self.context = PlanContext()
+        """See RunningPlan; nothing is recorded in this process."""
+        self.statistics = keep_state(self, parts.environment)
+        """See RunningPlan."""
 
     @property
     def best(self) -> int:
@@ -168,21 +126,14 @@ class PopulationSystem:
     @property
     def learners(self) -> Mapping[str, Learner]:
         """Learner of every policy, with the state of the best member."""
-        if self._is_stale:
-            self._is_stale = False
-            states = self._read(self.best, "states", list(self._learners))
-            for name, learner in self._learners.items():
-                learner.restore(*states[name])
+        self._refresh()
         return self._learners
 
     @property
     def kept(self) -> CheckpointedObjects:
-        """See System; the learners in it are up to date."""
-        return self._kept if self.learners else CheckpointedObjects()
-
-    def plan(self) -> LocalIterator:
-        """Return the dataflow: an item is a step of every member."""
-        return from_function(self.step, "members")
+        """See RunningPlan; the learners in it are up to date."""
+        self._refresh()
+        return self._kept
 
     def step(self) -> Metrics:
         """Make a step of every member, and let members exchange after every ``every`` steps."""
@@ -250,6 +201,14 @@ class PopulationSystem:
         self._all(lambda index: self._change(index, states[index]), sorted(states))
         return chosen
 
+    def _refresh(self) -> None:
+        """Give the learners of this process the state of the best member."""
+        if self._is_stale:
+            self._is_stale = False
+            states = self._read(self.best, "states", list(self._learners))
+            for name, learner in self._learners.items():
+                learner.restore(*states[name])
+
     def _change(self, index: int, states: Mapping[str, State]) -> WorkerCall:
         settings = dict(zip(self._names, self.values[index].tolist(), strict=True))
         return self.members.call(index, "change", settings, states, seed_of(self._seed, self._step, index))
@@ -294,7 +253,7 @@ class PopulationSystem:
 
 
 def open_population(parts: Parts, config: PopulationConfig, stack: ExitStack) -> PopulationSystem:
-    """Start the members, which end with the stack, and return the system of a run."""
+    """Start the members, which end with the stack."""
     backend = BACKENDS[parts.workers.place]()
     stack.callback(backend.close)
     backend.open([Pool(name=MEMBERS, size=config.members, world=1)])
