@@ -120,11 +120,8 @@ def recipe_class(algorithm: ClassicAlgorithm) -> type[ClassicRecipe]:
 
 def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator[ConfigError]:
     workers, name = recipe.workers, "algorithm.name"
-    calls, is_inline, is_static = (
-        workers.transport == "calls",
-        workers.place == "inline",
-        workers.executor == "static",
-    )
+    calls, is_inline = workers.transport == "calls", workers.place == "inline"
+    is_static = workers.executor == "static"
     rules = (
         (
             algorithm.calls_actors and not calls,
@@ -177,8 +174,9 @@ def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Itera
     )
     for is_broken, keys, why, fix in rules:
         if is_broken:
-            values = [(key, vars(vars(recipe)[key.split(".")[0]])[key.split(".")[1]]) for key in keys]
-            yield ConfigError(" and ".join(f"{key} is {shown(value)}" for key, value in values), why, fix)
+            places = [(key, *key.split(".")) for key in keys]
+            told = [f"{key} is {shown(vars(vars(recipe)[section])[each])}" for key, section, each in places]
+            yield ConfigError(" and ".join(told), why, fix)
 
 
 def _of_policies(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator[ConfigError]:
