@@ -98,7 +98,7 @@ class CheckpointsConfig(DirectoryConfig):
 
 
 class ClassicRecipe(Section):
-    """A whole run; ``recipe.recipe_class`` adds the section ``[algorithm]``."""
+    """A whole run; ``recipe.recipe_class`` gives ``[algorithm]`` the algorithm's own settings."""
 
     kind: Literal["classic"]
     environment: EnvironmentSettings
@@ -108,16 +108,11 @@ class ClassicRecipe(Section):
         description="Regular expression of its agents' names by policy, first match wins; left out, one "
         "policy acts for all.",
     )
+    algorithm: AlgorithmSettings
     workers: ActorsConfig = ActorsConfig()
     evaluate: EpisodesConfig = EpisodesConfig()
     population: PopulationConfig | None = None
     run: CheckpointsConfig = CheckpointsConfig()
-
-    @property
-    def algorithm_settings(self) -> AlgorithmSettings:
-        """The section ``[algorithm]``."""
-        found: AlgorithmSettings = vars(self)["algorithm"]
-        return found
 
     @property
     def routes(self) -> dict[str, str] | None:

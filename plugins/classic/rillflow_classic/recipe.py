@@ -70,12 +70,12 @@ class LoadedClassicRecipe(PluginRecipe):
     @property
     def steps(self) -> int:
         """Steps of the run."""
-        return self.recipe.algorithm_settings.steps
+        return self.recipe.algorithm.steps
 
     @property
     def settings(self) -> Section:
         """Settings of the algorithm, as its own class; an actor in another process receives them."""
-        given, own = self.recipe.algorithm_settings.model_dump(), self.algorithm.config
+        given, own = self.recipe.algorithm.model_dump(), self.algorithm.config
         return own.model_validate({name: given[name] for name in own.model_fields})
 
     def look(self, report: Report, *, runs_code: bool) -> None:
@@ -119,64 +119,68 @@ def recipe_class(algorithm: ClassicAlgorithm) -> type[ClassicRecipe]:
 
 
 def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator[ConfigError]:
-    workers, name = recipe.workers, "algorithm.name"
-    calls, is_inline = workers.transport == "calls", workers.place == "inline"
-    is_static = workers.executor == "static"
-    rules = (
+    """Yield an error for each setting that another one needs otherwise."""
+    workers, name, is_alone = recipe.workers, "algorithm.name", len(recipe.policies) < 2
+    needs: Any = (
         (
-            algorithm.calls_actors and not calls,
-            ("workers.transport", name),
+            algorithm.calls_actors,
+            name,
+            {"workers.transport": ["calls"]},
             "its plan calls methods of the actors, and fragments of a stream come without a call",
-            'set workers.transport = "calls"',
         ),
         (
-            workers.trainers > 1 and not (algorithm.sums_gradients and len(recipe.policies) < 2),
-            ("workers.trainers", name),
-            "several trainers need one policy whose learner sums its gradients over ranks",
-            "set workers.trainers = 1",
-        ),
-        (
-            workers.trainers > 1 and (is_inline or workers.inference == "trainer"),
-            ("workers.trainers", "workers.place", "workers.inference"),
-            "trainer ranks are processes of their own, and this process acts for none of them",
-            'set workers.place = "process" and workers.inference = "actor"',
-        ),
-        (
-            is_static and not (is_inline and calls),
-            ("workers.executor", "workers.place", "workers.transport"),
-            "a static plan runs the actors on threads of this process, and passes fragments by reference",
-            'set workers.place = "inline" and workers.transport = "calls", or workers.executor = "pull"',
-        ),
-        (
-            is_static and (algorithm.calls_actors or algorithm.pools is not None),
-            ("workers.executor", name),
+            algorithm.calls_actors or algorithm.pools is not None,
+            name,
+            {"workers.executor": ["pull"]},
             "its plan calls workers as their results come, and a static plan has a fixed pattern",
-            'set workers.executor = "pull"',
         ),
         (
-            recipe.population is not None and not (calls and workers.inference == "actor"),
-            ("population.members", "workers.transport", "workers.inference"),
-            "each member of a population calls the actors in its own process",
-            'set workers.transport = "calls" and workers.inference = "actor"',
+            not (algorithm.sums_gradients and is_alone),
+            name,
+            {"workers.trainers": [1]},
+            "several trainers need one policy whose learner sums its gradients over ranks",
         ),
         (
-            calls and workers.inference != "actor",
-            ("workers.inference", "workers.transport"),
+            workers.trainers > 1,
+            "workers.trainers",
+            {"workers.place": ["process", "ray"], "workers.inference": ["actor", "policy"]},
+            "trainer ranks are processes of their own, and this process acts for none of them",
+        ),
+        (
+            workers.executor == "static",
+            "workers.executor",
+            {"workers.place": ["inline"], "workers.transport": ["calls"]},
+            "a static plan runs the actors on threads of this process, and passes fragments by reference",
+        ),
+        (
+            recipe.population is not None,
+            "population.members",
+            {"workers.transport": ["calls"], "workers.inference": ["actor"]},
+            "each member calls the actors in its own process",
+        ),
+        (
+            workers.inference != "actor",
+            "workers.inference",
+            {"workers.transport": ["shared_memory", "tcp"]},
             "actions that are computed elsewhere arrive through a stream",
-            'set workers.transport = "shared_memory"',
         ),
         (
-            workers.transport == "shared_memory" and workers.place == "ray",
-            ("workers.transport", "workers.place"),
+            workers.place == "ray",
+            "workers.place",
+            {"workers.transport": ["calls", "tcp"]},
             "workers of several machines share no memory",
-            'set workers.transport = "tcp"',
         ),
     )
-    for is_broken, keys, why, fix in rules:
-        if is_broken:
-            places = [(key, *key.split(".")) for key in keys]
-            told = [f"{key} is {shown(vars(vars(recipe)[section])[each])}" for key, section, each in places]
-            yield ConfigError(" and ".join(told), why, fix)
+    tables = {name: table for name, table in recipe.model_dump().items() if isinstance(table, dict)}
+    values = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
+    for applies, by, wanted, why in needs:
+        for key, allowed in wanted.items() if applies else ():
+            if values[key] not in allowed:
+                yield ConfigError(
+                    f"{key} is {shown(values[key])} and {by} is {shown(values[by])}",
+                    why=why,
+                    fix=f"set {key} = {' or '.join(map(shown, allowed))}",
+                )
 
 
 def _of_policies(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator[ConfigError]:
@@ -203,7 +207,7 @@ def _of_policies(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator
 
 
 def _of_population(recipe: ClassicRecipe) -> Iterator[ConfigError]:
-    settings = recipe.algorithm_settings
+    settings = recipe.algorithm
     values = {name: each for name, each in settings.model_dump().items() if name != "steps"}
     numbers = sorted(name for name, each in values.items() if type(each) in (int, float))
     for name, bounds in recipe.population.perturb.items() if recipe.population else ():

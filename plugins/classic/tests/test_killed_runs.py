@@ -17,7 +17,7 @@ from rillflow.runs import layout
 from rillflow.runs.json_lines import read_lines
 
 RECIPES = Path(__file__).parents[3] / "recipes/classic"
-SHORT = {
+SHORT: dict[str, dict[str, Any]] = {
     "ppo_cartpole": {"run.checkpoint_every": 6, "algorithm.steps": 16},
     "a2c_cartpole": {"run.checkpoint_every": 20, "algorithm.steps": 60},
     "dqn_cartpole": {"run.checkpoint_every": 5, "algorithm.steps": 16, "algorithm.updates": 8},
@@ -36,9 +36,9 @@ SHORT = {
 """Recipes whose plans take fragments in rounds, and the settings that make them short."""
 
 
-def words(recipe: str, run: Path, **settings: Any) -> list[str]:
+def words(recipe: str, run: Path, more: dict[str, Any]) -> list[str]:
     """Return the words of a command that runs a short form of a recipe in a directory."""
-    given = {"evaluate.video": "false", "evaluate.episodes": 0, **SHORT[recipe], **settings}
+    given = {"evaluate.video": "false", "evaluate.episodes": 0, **SHORT[recipe], **more}
     changed = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
     return ["run", str(RECIPES / recipe / "run.toml"), "--dir", str(run), *changed]
 
@@ -69,17 +69,28 @@ def final(run: Path) -> dict[str, str]:
     return found
 
 
+PROCESSES = {"workers.place": "process", "workers.actors": 2}
+
+
 @pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(name, marks=() if name == "ppo_cartpole" else pytest.mark.slow, id=name) for name in SHORT],
+    ("recipe", "more"),
+    [
+        *(
+            pytest.param(name, {}, marks=() if name == "ppo_cartpole" else pytest.mark.slow, id=name)
+            for name in SHORT
+        ),
+        pytest.param("ppo_cartpole", PROCESSES, marks=pytest.mark.slow, id="ppo_cartpole in processes"),
+    ],
 )
-def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(recipe: str, tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
+    recipe: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
-    assert main([*words(recipe, whole), "--quiet"]) == 0
+    assert main([*words(recipe, whole, more), "--quiet"]) == 0
     every = int(SHORT[recipe]["run.checkpoint_every"])
-    killed(words(recipe, part), every + max(1, every // 2))
+    killed(words(recipe, part, more), every + max(1, every // 2))
     assert not (part / layout.FINISHED).exists()
     kept = layout.kept_steps(part / layout.CHECKPOINTS)
     assert kept and max(kept) < SHORT[recipe]["algorithm.steps"], "it is killed between two checkpoints"
-    assert main([*words(recipe, part), "--quiet"]) == 0
+    assert main([*words(recipe, part, more), "--quiet"]) == 0
     assert final(part) == final(whole)

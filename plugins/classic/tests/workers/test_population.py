@@ -220,7 +220,7 @@ def _pid(member: Any) -> int:
         ({"population.members": 1}, ["population.members"]),
         (
             {"workers.transport": "shared_memory"},
-            ['population.members is 4 and workers.transport is "shared_memory"'],
+            ['workers.transport is "shared_memory" and population.members is 4'],
         ),
     ],
 )
