@@ -186,15 +186,12 @@ def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Itera
 def _of_policies(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator[ConfigError]:
     names, wanted = sorted(recipe.policies), sorted(algorithm.policies)
     if names != wanted and (wanted or len(names) > 1):
-        yield ConfigError(
-            f"[policies] names {shown(names)} and algorithm.name is {shown(algorithm.name)}",
-            why=f"it trains the policies {shown(wanted)}"
-            if wanted
-            else "it trains one policy for all agents",
-            fix="write a regular expression of agents' names for each"
-            if wanted
-            else 'remove [policies], or set algorithm.name = "two_trainers"',
-        )
+        why, fix = "it trains one policy for all agents", 'remove [policies], or choose "two_trainers"'
+        if wanted:
+            why = f"it trains the policies {shown(wanted)}"
+            fix = "write a regular expression of agents' names for each"
+        what = f"[policies] names {shown(names)} and algorithm.name is {shown(algorithm.name)}"
+        yield ConfigError(what, why, fix)
     for name, pattern in recipe.policies.items():
         try:
             re.compile(pattern)

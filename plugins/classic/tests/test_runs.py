@@ -205,7 +205,7 @@ def test_more_steps_continue_a_finished_run_and_another_environment_does_not(rec
         ({"algorithm.name": "dqn", "algorithm.replay.capacity": 32}, "set replay.capacity to at least 1000"),
         ({"policies.left": "agent_0"}, "the environment's only agent matches no policy"),
         ({"policies.a": "agent_0", "policies.b": ".*"}, "one policy for all agents"),
-        ({"algorithm.name": "two_trainers"}, 'it trains ["dqn", "ppo"]'),
+        ({"algorithm.name": "two_trainers"}, 'it trains the policies ["dqn", "ppo"]'),
         ({"workers.trainers": 2}, 'workers.place is "inline" and workers.trainers is 2'),
         ({"workers.executor": "static", "workers.place": "process"}, 'set workers.place = "inline"'),
     ],

@@ -145,16 +145,16 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool =
             fix="correct environment.arguments or the class, or install what the first line names "
             "(pip install 'rillflow-classic[mujoco]' for MuJoCo)",
         ) from error
-    if entry.provider == "parallel":
-        try:
+    try:
+        if entry.provider == "parallel":
             return ParallelLane(made, entry.name, limit)
-        except AttributeError as error:
-            raise ConfigError(
-                f"{config.id!r} is no environment: {error}",
-                why="it is neither derived from gymnasium.Env nor in PettingZoo's parallel form",
-                fix="derive the class from gymnasium.Env",
-            ) from error
-    return GymnasiumLane(made, entry.name)
+        return GymnasiumLane(made, entry.name)
+    except AttributeError as error:
+        raise ConfigError(
+            f"{config.id!r} is no environment: {error}",
+            why="it is neither derived from gymnasium.Env nor in PettingZoo's parallel form",
+            fix="derive the class from gymnasium.Env",
+        ) from error
 
 
 def _registered(name: str, limit: int | None, arguments: dict[str, Any]) -> gymnasium.Env[Any, Any]:
