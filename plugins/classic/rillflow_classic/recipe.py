@@ -118,67 +118,83 @@ def recipe_class(algorithm: ClassicAlgorithm) -> type[ClassicRecipe]:
     return made
 
 
-def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator[ConfigError]:
-    """Yield an error for each setting that another one needs otherwise."""
+@dataclass(frozen=True)
+class Need:
+    """A setting that needs others to have certain values."""
+
+    applies: bool
+    """Whether the recipe has the setting."""
+    by: str
+    """The setting, as section and name."""
+    values: Mapping[str, Sequence[Any]]
+    """Possible values by setting."""
+    why: str
+    """Why there are no others."""
+
+
+def _needs(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Sequence[Need]:
     workers, name, is_alone = recipe.workers, "algorithm.name", len(recipe.policies) < 2
-    needs: Any = (
-        (
+    return (
+        Need(
             algorithm.calls_actors,
             name,
             {"workers.transport": ["calls"]},
             "its plan calls methods of the actors, and fragments of a stream come without a call",
         ),
-        (
+        Need(
             algorithm.calls_actors or algorithm.pools is not None,
             name,
             {"workers.executor": ["pull"]},
             "its plan calls workers as their results come, and a static plan has a fixed pattern",
         ),
-        (
+        Need(
             not (algorithm.sums_gradients and is_alone),
             name,
             {"workers.trainers": [1]},
             "several trainers need one policy whose learner sums its gradients over ranks",
         ),
-        (
+        Need(
             workers.trainers > 1,
             "workers.trainers",
             {"workers.place": ["process", "ray"], "workers.inference": ["actor", "policy"]},
             "trainer ranks are processes of their own, and this process acts for none of them",
         ),
-        (
+        Need(
             workers.executor == "static",
             "workers.executor",
             {"workers.place": ["inline"], "workers.transport": ["calls"]},
             "a static plan runs the actors on threads of this process, and passes fragments by reference",
         ),
-        (
+        Need(
             recipe.population is not None,
             "population.members",
             {"workers.transport": ["calls"], "workers.inference": ["actor"]},
             "each member calls the actors in its own process",
         ),
-        (
+        Need(
             workers.inference != "actor",
             "workers.inference",
             {"workers.transport": ["shared_memory", "tcp"]},
             "actions that are computed elsewhere arrive through a stream",
         ),
-        (
+        Need(
             workers.place == "ray",
             "workers.place",
             {"workers.transport": ["calls", "tcp"]},
             "workers of several machines share no memory",
         ),
     )
+
+
+def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator[ConfigError]:
     tables = {name: table for name, table in recipe.model_dump().items() if isinstance(table, dict)}
     values = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
-    for applies, by, wanted, why in needs:
-        for key, allowed in wanted.items() if applies else ():
+    for need in _needs(recipe, algorithm):
+        for key, allowed in need.values.items() if need.applies else ():
             if values[key] not in allowed:
                 yield ConfigError(
-                    f"{key} is {shown(values[key])} and {by} is {shown(values[by])}",
-                    why=why,
+                    f"{key} is {shown(values[key])} and {need.by} is {shown(values[need.by])}",
+                    why=need.why,
                     fix=f"set {key} = {' or '.join(map(shown, allowed))}",
                 )
 
