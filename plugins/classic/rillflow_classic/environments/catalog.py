@@ -25,7 +25,7 @@ from rillflow.errors import ConfigError, RewardError, nearest
 from rillflow.rewards.function import parse_function
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.envpool_adapter import envpool_ids
-from rillflow_classic.environments.lanes import GymnasiumLane, Lane, ParallelLane
+from rillflow_classic.environments.lanes import Lane
 
 SHIPPED = {
     "MultiAgentCartPole-v0": "rillflow_classic.environments.multi_agent_cartpole:MultiAgentCartPole",
@@ -136,8 +136,6 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool =
             made = _registered(entry.name, limit, arguments)
         else:
             made = entry.make(**arguments)
-            if limit is not None and entry.provider == "gymnasium":
-                made = gymnasium.wrappers.TimeLimit(made, limit)
     except Exception as error:  # the user's class may raise anything
         raise ConfigError(
             f"the environment {config.id!r} cannot be made: {type(error).__name__}: {error}",
@@ -145,9 +143,7 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool =
             fix="correct environment.arguments or the class, or install what the first line names "
             "(pip install 'rillflow-classic[mujoco]' for MuJoCo)",
         ) from error
-    if entry.provider == "parallel":
-        return ParallelLane(made, entry.name, limit)
-    return GymnasiumLane(made, entry.name)
+    return Lane(made, entry.name, limit)
 
 
 def _registered(name: str, limit: int | None, arguments: dict[str, Any]) -> gymnasium.Env[Any, Any]:

@@ -120,8 +120,7 @@ def _made(
         probe.close()
         environment = ProcessEnvironment(config, probe, num_environments)
     else:
-        lanes = [make_lane(config, entry, shows=shows) for _ in range(num_environments)]
-        environment = InlineEnvironment(lanes)
+        environment = InlineEnvironment([make_lane(config, entry, shows=shows) for _ in range(num_environments)])
     if config.normalise_rewards:
         environment = RewardScale(environment)
     if config.clip_rewards:

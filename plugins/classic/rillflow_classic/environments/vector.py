@@ -46,6 +46,10 @@ class Stepped:
     episodes: Sequence[FinishedEpisode] = ()
     """Episodes that ended in this step."""
 
+    def arrays(self) -> dict[str, Array]:
+        """Return its four arrays by name."""
+        return {name: value for name, value in vars(self).items() if name != "episodes"}
+
 
 class VectorEnvironment(Protocol):
     """Slots that step together; after an end, a slot resets at the next step and ignores its action."""
