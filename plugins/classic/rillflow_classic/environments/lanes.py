@@ -9,14 +9,14 @@ record, so that they are one block of memory, which processes can share.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 from rillflow.errors import ConfigError
-from rillflow_classic.environments.vector import EnvironmentFailure, SlotsBase, Stepped, array_space
+from rillflow_classic.environments.vector import ROWS, EnvironmentFailure, SlotsBase, Stepped, array_space
 from rillflow_classic.fragment import Array
 
 
@@ -119,54 +119,55 @@ def record_type(lane: Lane, num_slots: int) -> np.dtype[np.void]:
     return np.dtype([*arrays, ("rewards", np.float32, (num_slots,)), *flags], align=True)
 
 
-def rows_of(record: Array, slots: slice = slice(None)) -> Stepped:
-    """Return the results of some slots in a record, without a copy."""
-    names = ("observations", "rewards", "terminated", "truncated")
-    return Stepped(**{name: record[name][slots] for name in names})
-
-
 class InlineEnvironment(SlotsBase):
     """Slots of lanes in this process; the boundary to the user's code.
 
     Args:
         lanes: environments of equal spaces.
-        first: index of the first lane among those of all processes; seeds depend on it.
-        rows: arrays for the results; None makes them.
+        num_lanes: number of lanes, if others run elsewhere.
+        first: index of the first lane here.
+        record: arrays of all slots, of ``record_type``; None makes them.
     """
 
-    def __init__(self, lanes: Sequence[Lane], first: int = 0, rows: Stepped | None = None) -> None:
-        lane, self._lanes, self._first_lane = lanes[0], lanes, first
-        self._width = width = len(lane.agents)
-        agents = lane.agents * len(lanes)
-        super().__init__(agents, lane.observation_space, lane.action_space, first * width)
-        record = np.zeros((), record_type(lane, self.num_slots))
-        self._rows = rows or rows_of(record)
-        for index, each in enumerate(lanes):
-            slots = slice(index * width, (index + 1) * width)
-            each.rows = Stepped(**{name: array[slots] for name, array in self._rows.arrays().items()})
+    def __init__(
+        self, lanes: Sequence[Lane], num_lanes: int = 0, first: int = 0, record: Array | None = None
+    ) -> None:
+        lane, self._lanes, self._first, self._width = lanes[0], lanes, first, len(lanes[0].agents)
+        super().__init__(lane.agents * (num_lanes or len(lanes)), lane.observation_space, lane.action_space)
+        self._record = np.zeros((), record_type(lane, self.num_slots)) if record is None else record
+        self._rows = Stepped(**{name: self._record[name] for name in ROWS})
+        for index, each in enumerate(lanes, first):
+            each.rows = self._rows.part(slice(index * self._width, (index + 1) * self._width))
 
     def reset(self, seed: int) -> Array:
         """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
         self._begun()
-        self._each(Lane.reset, [lane_seed(seed, self._first_lane + at) for at in range(len(self._lanes))])
+        self.begin(seed)
         return self._rows.observations
 
     def step(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.step``."""
-        self.advance(self._checked(actions))
-        return self._stepped(**self._rows.arrays(), ended=self._rows.terminated | self._rows.truncated)
+        self._record["actions"][...] = self._checked(actions)
+        self.advance()
+        return self._stepped(self._rows)
 
-    def advance(self, actions: Array) -> None:
-        """Step every slot with actions that are checked; the results are in the rows, unchecked."""
-        listed = actions.tolist() if actions.ndim == 1 else list(actions)
-        self._each(Lane.step, [listed[at : at + self._width] for at in range(0, len(listed), self._width)])
+    def begin(self, seed: int) -> None:
+        """Reset the lanes here."""
+        self._each(Lane.reset, [lane_seed(seed, self._first + index) for index in range(len(self._lanes))])
 
-    def _each(self, call: Callable[[Lane, Any], None], arguments: Iterable[Any]) -> None:
+    def advance(self) -> None:
+        """Step the lanes here with the actions in the record."""
+        first, width, actions = self._first * self._width, self._width, self._record["actions"]
+        chosen = actions[first : first + width * len(self._lanes)]
+        listed = chosen.tolist() if chosen.ndim == 1 else list(chosen.copy())
+        self._each(Lane.step, [listed[at : at + width] for at in range(0, len(listed), width)])
+
+    def _each(self, call: Callable[[Lane, Any], None], arguments: Sequence[Any]) -> None:
         for index, argument in enumerate(arguments):
             try:
                 call(self._lanes[index], argument)
             except Exception as error:  # the user's class may raise anything
-                place, slot = traceback.extract_tb(error.__traceback__)[-1], self._first + index * self._width
+                place, slot = traceback.extract_tb(error.__traceback__)[-1], (self._first + index) * self._width
                 failed = f"{self._lanes[index].name}.{call.__name__} of slot {slot} failed"
                 raise EnvironmentFailure(
                     f"{failed}: {type(error).__name__}: {error}",

@@ -19,11 +19,11 @@ from rillflow_classic.environments.envpool_adapter import EnvPoolEnvironment
 from rillflow_classic.environments.lanes import InlineEnvironment, Lane
 from rillflow_classic.environments.processes import ProcessEnvironment, num_cores
 from rillflow_classic.environments.vector import VectorEnvironment
-from rillflow_classic.environments.wrappers import FrameStack, ObservationScale, RewardClip, RewardScale
+from rillflow_classic.environments.wrappers import Preprocessed
 
 _log = logging.getLogger(__name__)
 
-ROUND_TRIP_S = 200e-6
+ROUND_TRIP_S = 40e-6
 """Time that each child process adds to a step of all slots, in seconds."""
 ATARI_FRAMES = 4
 """Observations in each one for Atari."""
@@ -109,22 +109,16 @@ def make_video_environment(config: EnvironmentSettings, *, seed: int = 0) -> Vec
 def _made(
     config: EnvironmentSettings, entry: CatalogEntry, num_environments: int, *, shows: bool = False
 ) -> VectorEnvironment:
-    """Make the environments and their wrappers."""
+    """Make the environments and what changes their observations and rewards."""
     environment: VectorEnvironment
     frames = config.frame_stack or (ATARI_FRAMES if entry.name.startswith(ATARI) else 1)
     if entry.provider == "envpool":
         environment = pool = EnvPoolEnvironment(entry.name, config, num_environments, shows=shows)
         frames = 1 if pool.stacks else frames
     elif choose(config, entry, num_environments) == "processes":
-        probe = make_lane(config, entry)
-        probe.close()
-        environment = ProcessEnvironment(config, probe, num_environments)
+        environment = ProcessEnvironment(config, make_lane(config, entry), num_environments)
     else:
-        environment = InlineEnvironment([make_lane(config, entry, shows=shows) for _ in range(num_environments)])
-    if config.normalise_rewards:
-        environment = RewardScale(environment)
-    if config.clip_rewards:
-        environment = RewardClip(environment)
-    if config.normalise_observations:
-        environment = ObservationScale(environment)
-    return FrameStack(environment, frames) if frames > 1 else environment
+        lanes = [make_lane(config, entry, shows=shows) for _ in range(num_environments)]
+        environment = InlineEnvironment(lanes)
+    changes = config.normalise_rewards or config.normalise_observations or config.clip_rewards
+    return Preprocessed(environment, config, frames) if changes or frames > 1 else environment

@@ -20,10 +20,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -31,8 +30,8 @@ import numpy as np
 from rillflow.workers.watchdog import end_with
 from rillflow_classic.environments.catalog import find, make_lane
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.lanes import InlineEnvironment, Lane, record_type, rows_of
-from rillflow_classic.environments.vector import EnvironmentFailure, SlotsBase, Stepped
+from rillflow_classic.environments.lanes import InlineEnvironment, Lane, record_type
+from rillflow_classic.environments.vector import EnvironmentFailure
 from rillflow_classic.fragment import Array
 
 START_S = 120.0
@@ -43,41 +42,23 @@ _MOST_BYTES = 2**17
 _BOOT = "import sys; from rillflow_classic.environments.processes import serve; serve(*map(int, sys.argv[1:]))"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChildTask:
-    """What a child makes."""
-
-    config: EnvironmentSettings
-    """The environment."""
-    num_lanes: int
-    """Number of environments of all children."""
-    first: int
-    """Its first environment."""
-    last: int
-    """The first environment of the next child."""
-
-    def slots(self, lane: Lane) -> slice:
-        """Return its slots among all."""
-        return slice(self.first * len(lane.agents), self.last * len(lane.agents))
-
-
-def serve(parent: int, descriptor: int, memory: int) -> None:
+def serve(parent: int, index: int, descriptor: int, memory: int) -> None:
     """Run a child: step its environments whenever the parent asks, until it closes the socket."""
     end_with(parent)
     link = socket.socket(fileno=descriptor)
     try:
-        task: ChildTask = pickle.loads(link.recv(_MOST_BYTES))  # noqa: S301  of our own parent
-        entry = find(task.config)
-        lanes = [make_lane(task.config, entry) for _ in range(task.first, task.last)]
-        slots, num_slots = task.slots(lanes[0]), task.num_lanes * len(lanes[0].agents)
-        record: Array = np.ndarray((), record_type(lanes[0], num_slots), mmap.mmap(memory, 0))
-        environment, actions = InlineEnvironment(lanes, task.first, rows_of(record, slots)), record["actions"][slots]
+        config, bounds = pickle.loads(link.recv(_MOST_BYTES))  # noqa: S301  of our own parent
+        entry, first, last = find(config), bounds[index], bounds[index + 1]
+        lanes = [make_lane(config, entry) for _ in range(first, last)]
+        kind = record_type(lanes[0], bounds[-1] * len(lanes[0].agents))
+        record: Array = np.ndarray((), kind, mmap.mmap(memory, 0))
+        environment = InlineEnvironment(lanes, bounds[-1], first, record)
         link.send(_DONE)
         while request := link.recv(_MOST_BYTES):
             if request == b"step":
-                environment.advance(actions)
+                environment.advance()
             else:
-                environment.reset(int(request))
+                environment.begin(int(request))
             link.send(_DONE)
         environment.close()
     except Exception as error:  # noqa: BLE001  the parent raises it
@@ -85,12 +66,12 @@ def serve(parent: int, descriptor: int, memory: int) -> None:
             link.send(pickle.dumps(error))
 
 
-class ProcessEnvironment(SlotsBase):
+class ProcessEnvironment(InlineEnvironment):
     """Slots in child processes.
 
     Args:
         config: settings; ``processes``, ``step_timeout_s`` and ``restarts`` too.
-        probe: an environment of the id, for its spaces.
+        probe: an environment of the id, for its spaces; it is closed.
         num_lanes: number of environments.
 
     Raises:
@@ -99,69 +80,61 @@ class ProcessEnvironment(SlotsBase):
     """
 
     def __init__(self, config: EnvironmentSettings, probe: Lane, num_lanes: int) -> None:
-        super().__init__(probe.agents * num_lanes, probe.observation_space, probe.action_space)
+        kind = record_type(probe, num_lanes * len(probe.agents))
+        self._memory = open(os.memfd_create("slots"), "r+b")  # noqa: SIM115  until ``close``
+        self._memory.truncate(kind.itemsize)
+        super().__init__([probe], num_lanes, 0, np.ndarray((), kind, mmap.mmap(self._memory.fileno(), 0)))
+        probe.close()
         self.num_restarts = 0
         """How many children were replaced."""
-        self._config = config
-        kind, self._memory = record_type(probe, self.num_slots), open(os.memfd_create("slots"), "r+b")
-        self._memory.truncate(kind.itemsize)
-        self._record: Array = np.ndarray((), kind, mmap.mmap(self._memory.fileno(), 0))
-        self._rows = rows_of(self._record)
-        count = min(config.processes or num_cores(), num_lanes)
-        bounds = pairwise(num_lanes * index // count for index in range(count + 1))
-        tasks = (ChildTask(config=config, num_lanes=num_lanes, first=a, last=b) for a, b in bounds)
-        self._tasks = [(task, task.slots(probe)) for task in tasks]
+        self._config, count = config, min(config.processes or num_cores(), num_lanes)
+        self._bounds = [num_lanes * index // count for index in range(count + 1)]
+        self._slots = [slice(a * self._width, b * self._width) for a, b in pairwise(self._bounds)]
         self._starter = ThreadPoolExecutor(1)  # a child ends with the thread that has started it
-        self.children = [self._started(task) for task, _ in self._tasks]
+        self._every = range(count)
+        self.children = [self._started(index) for index in self._every]
         """Process and socket of each child."""
-        self._await(range(count), START_S)
+        self._make(self._every)
 
-    def _started(self, task: ChildTask) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _started(self, index: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             given = theirs.fileno(), self._memory.fileno()
-            start = self._starter.submit(
+            process = self._starter.submit(
                 subprocess.Popen[bytes],
-                [sys.executable, "-c", _BOOT, *map(str, (os.getpid(), *given))],
+                [sys.executable, "-c", _BOOT, *map(str, (os.getpid(), index, *given))],
                 stdin=subprocess.DEVNULL,
                 pass_fds=given,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C ends the parent, which ends its children
             )
-            process = start.result()
-        ours.send(pickle.dumps(task))
-        return process, ours
+            return process.result(), ours
 
-    def reset(self, seed: int) -> Array:
-        """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
-        self._begun()
-        waiting = range(len(self.children))
-        while waiting := self._called(b"%d" % seed, waiting):
+    def _make(self, children: Sequence[int]) -> None:
+        self._called(pickle.dumps((self._config, self._bounds)), children, START_S)
+
+    def begin(self, seed: int) -> None:
+        """Reset the lanes of all children."""
+        waiting: Sequence[int] = self._every
+        while waiting := self._called(b"%d" % seed, waiting, self._config.step_timeout_s):
             pass
-        return self._rows.observations
 
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot; see ``VectorEnvironment.step``."""
-        rows, self._record["actions"][...] = self._rows, self._checked(actions)
-        for index in self._called(b"step", range(len(self.children))):
-            slots = self._tasks[index][1]
+    def advance(self) -> None:
+        """Step the lanes of all children with the actions in the record."""
+        for index in self._called(b"step", self._every, self._config.step_timeout_s):
+            slots, rows = self._slots[index], self._rows
             rows.rewards[slots], rows.terminated[slots], rows.truncated[slots] = 0.0, False, True
-            self._starts[slots] = self._steps + 1  # no episode that counts
-        return self._stepped(**rows.arrays(), ended=rows.terminated | rows.truncated)
+            self._starts[slots] = self._steps + 1  # so that their episodes do not count
 
-    def _called(self, request: bytes, children: Iterable[int]) -> list[int]:
-        """Send children a request and wait for all; return those that were lost, and are replaced."""
-        for index in children:
-            with suppress(OSError):  # it has died, which its answer says
-                self.children[index][1].send(request)
-        return self._await(children, self._config.step_timeout_s)
-
-    def _await(self, children: Iterable[int], seconds: float) -> list[int]:
-        """Wait until children have answered; replace those that have not, and return them.
+    def _called(self, request: bytes, children: Sequence[int], seconds: float) -> list[int]:
+        """Send children a request and wait for all; replace those that were lost, and return them.
 
         Raises:
             RillflowError: what an environment raised; or too many children were lost.
         """
+        for index in children:
+            with suppress(ConnectionError):  # it has died, which its missing answer says
+                self.children[index][1].send(request)
         lost, failures, until = list[int](), list[bytes](), time.monotonic() + seconds
         for index in children:
             link, answer, reason = self.children[index][1], b"", "has died"
@@ -187,31 +160,36 @@ class ProcessEnvironment(SlotsBase):
         Raises:
             EnvironmentFailure: ``restarts`` children have been replaced already.
         """
-        (task, slots), (process, link), limit = self._tasks[index], self.children[index], self._config.restarts
-        process.kill()
-        code = process.wait()
-        link.close()
+        slots, limit = self._slots[index], self._config.restarts
+        self._end(index, 0.0)
         if self.num_restarts >= limit:
             raise EnvironmentFailure(
                 f"the process of slots {slots.start} to {slots.stop - 1} of {self._config.id!r} {reason}",
-                why=f"its exit code is {code}; environment.restarts is {limit}, and {self.num_restarts} were replaced",
+                why=f"environment.restarts is {limit}, and {self.num_restarts} were replaced",
                 fix="look for a crash or an endless loop in the environment; or raise "
                 "environment.step_timeout_s or environment.restarts",
             )
         self.num_restarts += 1
-        self.children[index] = self._started(task)
-        self._await([index], START_S)
+        self.children[index] = self._started(index)
+        self._make([index])
+
+    def _end(self, index: int, seconds: float) -> None:
+        """End a child that has some seconds to close its environments."""
+        process, link = self.children[index]
+        link.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        process.kill()
+        process.wait()
+
+    def render(self, slot: int) -> Array | None:  # noqa: ARG002
+        """Return None: children render nothing."""
+        return None
 
     def close(self) -> None:
         """End all children."""
-        for _, link in self.children:
-            link.close()
-        until = time.monotonic() + _CLOSE_S
-        for process, _ in self.children:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
-            process.kill()
-            process.wait()
+        for index in self._every:
+            self._end(index, _CLOSE_S)
         self._starter.shutdown()
         self._memory.close()
 

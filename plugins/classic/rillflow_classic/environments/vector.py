@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import gymnasium
@@ -31,7 +31,7 @@ class EnvironmentFailure(RillflowError):
     """An environment that raised, hung, died, or returned something wrong."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)  # a frozen one takes 1.5 us more, a tenth of a step of 8 CartPoles
 class Stepped:
     """Result of one step of every slot. Arrays may be overwritten by the next step."""
 
@@ -46,9 +46,14 @@ class Stepped:
     episodes: Sequence[FinishedEpisode] = ()
     """Episodes that ended in this step."""
 
-    def arrays(self) -> dict[str, Array]:
-        """Return its four arrays by name."""
-        return {name: value for name, value in vars(self).items() if name != "episodes"}
+    def part(self, slots: slice) -> Stepped:
+        """Return the rows of some slots, without a copy and without episodes."""
+        arrays = (self.observations, self.rewards, self.terminated, self.truncated)
+        return Stepped(**{name: each[slots] for name, each in zip(ROWS, arrays, strict=True)})
+
+
+ROWS = ("observations", "rewards", "terminated", "truncated")
+"""Names of the arrays of a step."""
 
 
 class VectorEnvironment(Protocol):
@@ -97,23 +102,15 @@ class SlotsBase(VectorEnvironment):
         agents: name of the agent of every slot.
         observation_space: space of one slot's observation.
         action_space: space of one slot's action; both are of ``array_space``.
-        first: number of the first slot, for errors and episodes.
     """
 
-    def __init__(
-        self, agents: Sequence[str], observation_space: Space, action_space: Space, first: int = 0
-    ) -> None:
-        self.agents, self.num_slots, self._first = agents, len(agents), first
+    def __init__(self, agents: Sequence[str], observation_space: Space, action_space: Space) -> None:
+        self.agents, self.num_slots = agents, len(agents)
         self.observation_space, self.action_space = observation_space, action_space
         self._is_real = np.issubdtype(observation_space.dtype, np.floating)
         self._totals, self._steps = np.zeros(self.num_slots), 0
         self._starts = np.ones(self.num_slots, np.int64)  # the first step only resets
-        self._low: Any
-        self._high: Any
-        if isinstance(action_space, gymnasium.spaces.Box):
-            self._low, self._high, self._kinds = action_space.low, action_space.high, "fiu"
-        else:
-            self._low, self._high, self._kinds = 0, int(action_space.n) - 1, "iu"  # type: ignore[attr-defined]
+        self._action_shape = (self.num_slots, *(action_space.shape or ()))
 
     def _begun(self) -> None:
         """Forget all episodes: every slot has reset."""
@@ -125,69 +122,62 @@ class SlotsBase(VectorEnvironment):
         Raises:
             EnvironmentFailure: wrong shape or dtype, an action outside a Discrete space, or NaN.
         """
-        shape = (self.num_slots, *(self.action_space.shape or ()))
-        if actions.shape != shape or actions.dtype.kind not in self._kinds:
-            raise EnvironmentFailure(
+        space: Any = self.action_space
+        is_box = isinstance(space, gymnasium.spaces.Box)
+        if actions.shape != self._action_shape or actions.dtype.kind not in ("fiu" if is_box else "iu"):
+            raise _refused(
                 f"the actions are {actions.dtype} {list(actions.shape)}",
-                why=f"actions of {self.action_space} for all slots have the shape {list(shape)}",
-                fix="use a policy made for this action space",
+                f"actions of {space} for all slots have the shape {list(self._action_shape)}",
             )
-        if self._kinds == "iu":
-            inside = actions.astype(np.uint64) <= self._high  # a negative number becomes a large one
+        if is_box:
+            actions = np.minimum(np.maximum(actions, space.low), space.high)  # faster than np.clip
+            inside = actions <= space.high  # not NaN
         else:
-            actions = np.minimum(np.maximum(actions, self._low), self._high)  # faster than np.clip
-            inside = actions <= self._high  # not NaN
+            inside = actions.astype(np.uint64) < space.n  # a negative number becomes a large one
         if np.count_nonzero(inside) < inside.size:
             slot = int(np.argwhere(~inside)[0][0])
-            what = f"the action of slot {self._first + slot} is {actions[slot]}"
-            why = f"it is outside {self.action_space}"
-            raise EnvironmentFailure(what, why=why, fix="use a policy made for this action space")
-        return actions.astype(self.action_space.dtype, copy=False)
+            raise _refused(f"the action of slot {slot} is {actions[slot]}", f"it is outside {space}")
+        return actions.astype(space.dtype, copy=False)
 
-    def _stepped(
-        self, observations: Array, rewards: Array, terminated: Array, truncated: Array, ended: Array
-    ) -> Stepped:
+    def _stepped(self, rows: Stepped) -> Stepped:
         """Check the results of a step and return them, with the episodes that ended in it.
 
         Raises:
             EnvironmentFailure: an observation or a reward is NaN or infinite.
         """
-        if self._is_real and not math.isfinite(np.add.reduce(observations, axis=None)):
-            self._require_finite(observations, "observation")
-        self._totals += rewards
+        if self._is_real and not math.isfinite(np.add.reduce(rows.observations, axis=None)):
+            _require_finite(rows.observations, "observation")
+        self._totals += rows.rewards
         self._steps += 1
         if not math.isfinite(self._totals.dot(self._totals)):
-            self._require_finite(rewards, "reward")
-        episodes: Sequence[FinishedEpisode] = ()
-        if np.count_nonzero(ended):  # a tenth of the time of any()
-            slots = ended.nonzero()[0]
-            lengths = self._steps - self._starts[slots]
-            episodes = tuple(
-                FinishedEpisode(total_reward=total, length=length, slot=self._first + slot)
-                for slot, total, length in zip(
-                    slots.tolist(), self._totals[slots].tolist(), lengths.tolist(), strict=True
-                )
-                if length > 0
-            )
-            self._totals[slots], self._starts[slots] = 0.0, self._steps + 1
-        return Stepped(
-            observations=observations,
-            rewards=rewards,
-            terminated=terminated,
-            truncated=truncated,
-            episodes=episodes,
-        )
+            _require_finite(rows.rewards, "reward")
+        ended = rows.terminated | rows.truncated
+        if not np.count_nonzero(ended):  # a tenth of the time of any()
+            return rows
+        slots = ended.nonzero()[0]
+        ends = slots.tolist(), self._totals[slots].tolist(), (self._steps - self._starts[slots]).tolist()
+        self._totals[slots], self._starts[slots] = 0.0, self._steps + 1
+        episodes = [
+            FinishedEpisode(total_reward=total, length=length, slot=slot)
+            for slot, total, length in zip(*ends, strict=True)
+            if length > 0
+        ]
+        return replace(rows, episodes=episodes)
 
-    def _require_finite(self, values: Array, what: str) -> None:
-        """Raise EnvironmentFailure that names the first slot whose values [N, ...] are NaN or infinite."""
-        for slot, *rest in np.argwhere(~np.isfinite(values))[:1].tolist():
-            place = f" at {rest}" if rest else ""
-            value = values[(slot, *rest)]
-            raise EnvironmentFailure(
-                f"the environment of slot {self._first + slot} returned the {what} {value}{place}",
-                why="a network cannot learn from NaN or infinity",
-                fix="return finite numbers; look for a division by zero or a diverged simulation",
-            )
+
+def _refused(what: str, why: str) -> EnvironmentFailure:
+    return EnvironmentFailure(what, why=why, fix="use a policy made for this action space")
+
+
+def _require_finite(values: Array, what: str) -> None:
+    """Raise EnvironmentFailure that names the first slot whose values [N, ...] are NaN or infinite."""
+    for slot, *rest in np.argwhere(~np.isfinite(values))[:1].tolist():
+        value, place = values[(slot, *rest)], f" at {rest}" if rest else ""
+        raise EnvironmentFailure(
+            f"the environment of slot {slot} returned the {what} {value}{place}",
+            why="a network cannot learn from NaN or infinity",
+            fix="return finite numbers; look for a division by zero or a diverged simulation",
+        )
 
 
 def array_space(space: Space, what: str) -> Space:

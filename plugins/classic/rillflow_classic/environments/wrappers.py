@@ -1,6 +1,10 @@
-"""Wrappers of whole vector environments: frame stacks, normalisation, clipped rewards. No loop over slots.
+"""Preprocessing of all slots at once: scaled and clipped rewards, scaled and stacked observations.
 
-environment ─> RewardScale, RewardClip ─> ObservationScale ─> FrameStack ─> actor
+    rewards ────── / deviation of discounted returns ── clip ────────> rewards
+    observations ─ (- mean) / deviation ── the last k as one ────────> observations
+
+The row after an end only resets: its reward is no sample of the returns, and an agent that ended before the
+others repeats its observation, which is no sample either.
 """
 
 from __future__ import annotations
@@ -14,9 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
-from rillflow_classic.environments.vector import Space, Stepped, VectorEnvironment
+from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.vector import Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array
 
+DISCOUNT = 0.99
+"""Discount of the returns whose deviation divides rewards."""
 _EPSILON = 1e-8
 _LARGEST = 10.0
 
@@ -33,7 +40,7 @@ class RunningMoments:
         """[...] mean; 0 before the first value."""
         self.squares: Any = np.zeros(shape)
         """[...] sum of squared distances from the mean."""
-        self.count = 0.0
+        self.count: Any = 0.0
         """Number of values."""
 
     @property
@@ -54,164 +61,103 @@ class RunningMoments:
         self.squares += np.square(distance) * (self.count * count / total)
         self.mean, self.count = self.mean + distance * (count / total), total
 
-    def state(self, name: str) -> dict[str, Array]:
-        """Return the moments as arrays under a name."""
-        return {f"{name}/{each}": np.array(value) for each, value in vars(self).items()}
 
-    def restore(self, state: Mapping[str, Any], name: str) -> None:
-        """Restore what ``state`` returned."""
-        self.mean, self.squares = np.array(state[f"{name}/mean"]), np.array(state[f"{name}/squares"])
-        self.count = float(state[f"{name}/count"])
+class Preprocessed(VectorEnvironment):
+    """A vector environment whose observations and rewards are changed as its settings say.
 
+    Scaled observations are clipped to -10 and 10. Stacks go from the oldest observation to the newest; an
+    episode's first one stands k times at its start.
 
-class _Wrapper:
-    """Passes everything on to an inner environment; adds statistics of its own if they have a name."""
+    Args:
+        inner: the environment.
+        config: settings.
+        frames: observations in each one, k.
 
-    name = ""
-    """Name of the statistics."""
+    Raises:
+        ConfigError: observations are no Box.
+    """
 
-    def __init__(self, inner: VectorEnvironment, space: Space | None = None) -> None:
+    def __init__(self, inner: VectorEnvironment, config: EnvironmentSettings, frames: int) -> None:
         self.agents, self.num_slots = inner.agents, inner.num_slots
-        self.observation_space, self.action_space = space or inner.observation_space, inner.action_space
-        self._inner, self._is_frozen, self._moments = inner, False, RunningMoments()
-        self._after_end: NDArray[np.bool_] = np.zeros(inner.num_slots, bool)
+        self.observation_space, self.action_space = inner.observation_space, inner.action_space
+        self._inner, self._clips, self._is_frozen = inner, config.clip_rewards, False
+        self._moments = {"rewards": RunningMoments()} if config.normalise_rewards else {}
+        self._returns, self._after_end = np.zeros(inner.num_slots), np.zeros(inner.num_slots, bool)
+        if config.normalise_observations:
+            shape = self._box("environment.normalise_observations").shape
+            self._moments["observations"] = RunningMoments(shape)
+            self.observation_space = gymnasium.spaces.Box(-_LARGEST, _LARGEST, shape, np.float32)
+        self._frames, self._newest, self._ring = frames, 0, np.zeros(0)
+        if frames > 1:
+            space = self._box("environment.frame_stack")
+            low, high = (np.repeat(bound[None], frames, 0) for bound in (space.low, space.high))
+            self.observation_space = gymnasium.spaces.Box(low, high, dtype=space.dtype.type)
+            self._ring = np.zeros((inner.num_slots, 2 * frames, *space.shape), space.dtype)
+
+    def _box(self, setting: str) -> gymnasium.spaces.Box:
+        if isinstance(space := self.observation_space, gymnasium.spaces.Box):
+            return space
+        why, fix = "only arrays of numbers have a mean or a stack", f"leave out {setting}"
+        raise ConfigError(f"{setting} is set, and observations are {space}", why=why, fix=fix)
 
     def reset(self, seed: int) -> Array:
         """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
+        self._returns[:], self._after_end = 0.0, np.ones(self.num_slots, bool)  # so that every stack begins
+        observations = self._observed(self._inner.reset(seed), np.zeros(self.num_slots, bool))
         self._after_end = np.zeros(self.num_slots, bool)
-        return self._first(self._inner.reset(seed))
+        return observations
 
     def step(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.step``."""
         stepped = self._inner.step(actions)
-        ended = stepped.terminated | stepped.truncated
-        changed = self._changed(stepped, ended)
+        ended, rewards = stepped.terminated | stepped.truncated, stepped.rewards
+        if moments := self._moments.get("rewards"):
+            self._returns = self._returns * DISCOUNT + rewards
+            if not self._is_frozen:
+                moments.add(self._returns[~self._after_end])
+            self._returns[ended] = 0.0
+            rewards = rewards * moments.scale
+        if self._clips:
+            rewards = np.clip(rewards, -1.0, 1.0)
+        observations = self._observed(stepped.observations, self._after_end & ended)
         self._after_end = ended
-        return changed
+        return replace(stepped, observations=observations, rewards=rewards)
 
-    def _first(self, observations: Array) -> Array:
-        """Return the first observations of the episodes as the wrapper shows them."""
-        return observations
+    def _observed(self, observations: Array, repeated: NDArray[np.bool_]) -> Array:
+        """Scale and stack observations.
 
-    def _changed(self, stepped: Stepped, ended: NDArray[np.bool_]) -> Stepped:
-        """Return a step as the wrapper shows it; ``_after_end``: slots that ended in the step before."""
-        raise NotImplementedError
+        Every frame is written twice into a ring of 2k places, so that the last k are always adjacent: the
+        stack is a view, and no step moves older frames.
+        """
+        if moments := self._moments.get("observations"):
+            if not self._is_frozen:
+                moments.add(observations[~repeated])
+            centred = observations - moments.mean.astype(np.float32)
+            observations = np.clip(centred * moments.scale, -_LARGEST, _LARGEST)
+        if self._frames < 2:
+            return observations
+        self._newest = newest = (self._newest + 1) % self._frames
+        self._ring[:, newest] = self._ring[:, newest + self._frames] = observations
+        if self._after_end.any():
+            self._ring[self._after_end] = observations[self._after_end][:, None]
+        stack: Array = self._ring[:, newest + 1 : newest + 1 + self._frames]
+        return stack
 
     def render(self, slot: int) -> Array | None:
         """Return a frame of a slot."""
         return self._inner.render(slot)
 
     def state(self) -> Mapping[str, Array]:
-        """Return all running statistics."""
-        return {**self._inner.state(), **(self._moments.state(self.name) if self.name else {})}
+        """Return the running statistics."""
+        both = self._moments.items()
+        return {f"{name}/{part}": np.array(value) for name, each in both for part, value in vars(each).items()}
 
     def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
         """Restore what ``state`` returned; see ``VectorEnvironment.restore``."""
-        self._inner.restore(state, frozen=frozen)
         self._is_frozen = frozen
-        if self.name:
-            self._moments.restore(state, self.name)
+        for name, moments in self._moments.items():
+            vars(moments).update({part: np.array(state[f"{name}/{part}"]) for part in vars(moments)})
 
     def close(self) -> None:
         """End all environments."""
         self._inner.close()
-
-
-class RewardScale(_Wrapper):
-    """Divides rewards by the running standard deviation of the discounted returns.
-
-    return_t = discount return_{t-1} + reward_t, from 0 at the start of every episode.
-    """
-
-    name = "rewards"
-
-    def __init__(self, inner: VectorEnvironment, discount: float = 0.99) -> None:
-        super().__init__(inner)
-        self._discount, self._returns = discount, np.zeros(inner.num_slots)
-
-    def _first(self, observations: Array) -> Array:
-        self._returns[:] = 0.0
-        return observations
-
-    def _changed(self, stepped: Stepped, ended: NDArray[np.bool_]) -> Stepped:
-        self._returns = self._returns * self._discount + stepped.rewards
-        if not self._is_frozen:
-            self._moments.add(self._returns[~self._after_end])
-        self._returns[ended] = 0.0
-        return replace(stepped, rewards=stepped.rewards * self._moments.scale)
-
-
-class RewardClip(_Wrapper):
-    """Clips rewards to -1 and 1."""
-
-    def _changed(self, stepped: Stepped, ended: NDArray[np.bool_]) -> Stepped:  # noqa: ARG002
-        return replace(stepped, rewards=np.clip(stepped.rewards, -1.0, 1.0))
-
-
-class ObservationScale(_Wrapper):
-    """Subtracts the running mean and divides by the running standard deviation; clips to -10 and 10.
-
-    Raises:
-        ConfigError: observations are no Box.
-    """
-
-    name = "observations"
-
-    def __init__(self, inner: VectorEnvironment) -> None:
-        shape = _box(inner.observation_space, "environment.normalise_observations").shape
-        super().__init__(inner, gymnasium.spaces.Box(-_LARGEST, _LARGEST, shape, np.float32))
-        self._moments = RunningMoments(shape)
-
-    def _first(self, observations: Array) -> Array:
-        return self._scaled(observations, self._after_end)
-
-    def _changed(self, stepped: Stepped, ended: NDArray[np.bool_]) -> Stepped:
-        return replace(stepped, observations=self._scaled(stepped.observations, self._after_end & ended))
-
-    def _scaled(self, observations: Any, repeated: NDArray[np.bool_]) -> Array:
-        """Add observations to the statistics, but those of agents that have ended, and scale all."""
-        if not self._is_frozen:
-            self._moments.add(observations[~repeated])
-        centred = observations - self._moments.mean.astype(np.float32)
-        scaled: Array = np.clip(centred * self._moments.scale, -_LARGEST, _LARGEST)
-        return scaled
-
-
-class FrameStack(_Wrapper):
-    """Stacks the last k observations, oldest first; an episode's first one stands k times at its start.
-
-    Every frame is written twice into a ring of 2k places, so that the last k are always adjacent: the stack
-    is a view, and no step moves older frames.
-
-    Raises:
-        ConfigError: observations are no Box.
-    """
-
-    def __init__(self, inner: VectorEnvironment, frames: int) -> None:
-        space = _box(inner.observation_space, "environment.frame_stack")
-        low, high = (np.repeat(bound[None], frames, 0) for bound in (space.low, space.high))
-        super().__init__(inner, gymnasium.spaces.Box(low, high, dtype=space.dtype.type))
-        self._frames, self._newest = frames, frames - 1
-        self._ring: Any = np.zeros((inner.num_slots, 2 * frames, *space.shape), space.dtype)
-
-    def _first(self, observations: Array) -> Array:
-        self._ring[:] = np.expand_dims(observations, 1)
-        return self._stack()
-
-    def _changed(self, stepped: Stepped, ended: NDArray[np.bool_]) -> Stepped:  # noqa: ARG002
-        self._newest = (self._newest + 1) % self._frames
-        self._ring[:, self._newest] = self._ring[:, self._newest + self._frames] = stepped.observations
-        if self._after_end.any():
-            self._ring[self._after_end] = stepped.observations[self._after_end][:, None]
-        return replace(stepped, observations=self._stack())
-
-    def _stack(self) -> Array:
-        stack: Array = self._ring[:, self._newest + 1 : self._newest + 1 + self._frames]
-        return stack
-
-
-def _box(space: Space, setting: str) -> gymnasium.spaces.Box:
-    if isinstance(space, gymnasium.spaces.Box):
-        return space
-    why, fix = "only arrays of numbers have a mean or a stack", f"leave out {setting}"
-    raise ConfigError(f"{setting} is set, and observations are {space}", why=why, fix=fix)
