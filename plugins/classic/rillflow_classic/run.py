@@ -43,9 +43,10 @@ from rillflow.runs.summary import Summary, summarise
 from rillflow_classic.build import EnvironmentStatistics, Parts, open_system
 from rillflow_classic.environments.make import make_environment, make_video_environment
 from rillflow_classic.environments.vector import VectorEnvironment
-from rillflow_classic.evaluation import GreedyPlayer, judged_episodes, num_slots, play
+from rillflow_classic.evaluation import greedy_actor, judged_episodes, num_slots, play
 from rillflow_classic.operators.context import OperatorWork, PlanContext
 from rillflow_classic.video import record_video
+from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.population import PopulationSystem, open_population
 
 if TYPE_CHECKING:
@@ -281,7 +282,7 @@ class ClassicLoop:
     @contextmanager
     def _player(
         self, slots: int, step: int, *, show: bool = False
-    ) -> Iterator[tuple[GreedyPlayer, VectorEnvironment]]:
+    ) -> Iterator[tuple[Actor, VectorEnvironment]]:
         """Yield a player of the present weights, with its environment."""
         seed = seed_of(self._recipe.run.seed, step, EVALUATED)
         settings = self._parts.environment
@@ -293,7 +294,8 @@ class ClassicLoop:
             environment.restore(self._statistics.newest(), frozen=True)
         policies = {name: learner.policy for name, learner in self._system.learners.items()}
         try:
-            yield GreedyPlayer(environment, policies, self._parts.routes, seed), environment
+            steps = {"steps": 1} if show else {}
+            yield greedy_actor(environment, policies, self._parts.routes, seed, **steps), environment
         finally:
             environment.close()
 

@@ -14,8 +14,9 @@ from PIL import Image
 
 from rillflow.runs import durable, layout
 from rillflow_classic.environments.vector import VectorEnvironment
-from rillflow_classic.evaluation import GreedyPlayer
+from rillflow_classic.evaluation import sampled
 from rillflow_classic.fragment import Array
+from rillflow_classic.workers.actor import Actor
 
 MOST_STEPS = 1000
 """Longest filmed part of an episode."""
@@ -27,24 +28,24 @@ FRAME_MS = 40
 """Milliseconds that a frame is shown."""
 
 
-def record_video(player: GreedyPlayer, environment: VectorEnvironment, run: Path, name: str) -> Path | None:
-    """Film an episode of slot 0 into the run directory; None if the environment shows nothing.
+def record_video(actor: Actor, environment: VectorEnvironment, run: Path, name: str) -> Path | None:
+    """Film an episode into the run directory; None if the environment shows nothing.
 
     Args:
-        player: plays in the environment, from the start of an episode.
-        environment: an environment that can render.
+        actor: plays in the environment, one step in each fragment, from the start of an episode.
+        environment: one environment that can render.
         run: the run directory.
         name: name of the file, without its end.
 
     Raises:
         RunDirectoryError: the file cannot be written.
     """
-    frames = list[Array]()
+    frames, is_over = list[Array](), False
     while (frame := environment.render(0)) is not None and len(frames) < MOST_STEPS:
         frames.append(frame)
-        if player.ended[0]:
+        if is_over:
             break
-        player.step()
+        is_over = all(fragment.ended.all() for fragment in sampled(actor))
     if not frames:
         return None
     file = run / layout.MEDIA / f"{name}.webp"

@@ -129,7 +129,7 @@ class ImaginedEnvironment(SlotsBase):
         """Step every slot; all episodes are truncated at the horizon, and then ``reset`` comes."""
         self._observations, rewards = self._models.predict(self._observations, actions)
         truncated = self._steps - self._starts >= self._horizon - 1
-        ends = {"terminated": np.zeros_like(truncated), "truncated": truncated}
+        ends: dict[str, Any] = {"terminated": np.zeros_like(truncated), "truncated": truncated}
         return self._stepped(Stepped(observations=self._observations, rewards=rewards, **ends))
 
 

@@ -77,14 +77,16 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
             what, why = f"environment.id is {config.id!r}", f"{module} has no class {name!r}"
             raise ConfigError(what, why=why, fix=nearest(name, classes))
         return CatalogEntry(provider="class", name=name, make=make)
-    known = dict.fromkeys(gymnasium_ids(), "gymnasium") if config.provider != "envpool" else {}
+    known = {}
+    if config.provider != "envpool":
+        known = dict.fromkeys((*SHIPPED, *gymnasium_ids()), "gymnasium")
     if config.provider != "gymnasium" and not module:
         known |= dict.fromkeys(envpool_ids(), "envpool")
     plain = name.removeprefix(ATARI)
     for each in (plain, name, ATARI + plain):
         if each in known:
             return CatalogEntry(provider=known[each], name=each)
-    spelled = {each.lower(): each for each in (*SHIPPED, *known)}
+    spelled = {each.lower(): each for each in known}
     close = difflib.get_close_matches(config.id.lower(), spelled, n=1)
     raise ConfigError(
         f"environment.id is {config.id!r}",
@@ -128,7 +130,9 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool =
     if shows and (entry.make is None or "render_mode" in inspect.signature(entry.make).parameters):
         arguments["render_mode"] = "rgb_array"
     try:
-        made = entry.make(**arguments) if entry.make else _registered(entry.name, config.time_limit, arguments)
+        made = (
+            entry.make(**arguments) if entry.make else _registered(entry.name, config.time_limit, arguments)
+        )
     except Exception as error:  # the user's class may raise anything
         raise ConfigError(
             f"the environment {config.id!r} cannot be made: {type(error).__name__}: {error}",

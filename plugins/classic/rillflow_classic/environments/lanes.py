@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 
 from rillflow.errors import ConfigError
-from rillflow_classic.environments.vector import ROWS, EnvironmentFailure, SlotsBase, Stepped, array_space
+from rillflow_classic.environments.vector import EnvironmentFailure, SlotsBase, Stepped, array_space
 from rillflow_classic.fragment import Array
 
 
@@ -66,7 +66,7 @@ class Lane:
             self.rows.observations[index] = self._array(observations[key])
 
     def step(self, actions: Sequence[Any]) -> None:
-        """Step the agents that have not ended, or begin a new episode if all have; mask the rows of others."""
+        """Step the agents that have not ended, and mask the others; begin a new episode if all have."""
         if not self._live:
             self.reset(None)
             return
@@ -119,6 +119,13 @@ def record_type(lane: Lane, num_slots: int) -> np.dtype[np.void]:
     return np.dtype([*arrays, ("rewards", np.float32, (num_slots,)), *flags], align=True)
 
 
+def rows_of(record: Array, slots: slice) -> Stepped:
+    """Return the results of some slots in a record, without a copy."""
+    names = ("observations", "rewards", "terminated", "truncated")
+    arrays: dict[str, Any] = {name: record[name][slots] for name in names}
+    return Stepped(**arrays)
+
+
 class InlineEnvironment(SlotsBase):
     """Slots of lanes in this process; the boundary to the user's code.
 
@@ -135,9 +142,9 @@ class InlineEnvironment(SlotsBase):
         lane, self._lanes, self._first, self._width = lanes[0], lanes, first, len(lanes[0].agents)
         super().__init__(lane.agents * (num_lanes or len(lanes)), lane.observation_space, lane.action_space)
         self._record = np.zeros((), record_type(lane, self.num_slots)) if record is None else record
-        self._rows = Stepped(**{name: self._record[name] for name in ROWS})
+        self._rows = rows_of(self._record, slice(None))
         for index, each in enumerate(lanes, first):
-            each.rows = self._rows.part(slice(index * self._width, (index + 1) * self._width))
+            each.rows = rows_of(self._record, slice(index * self._width, (index + 1) * self._width))
 
     def reset(self, seed: int) -> Array:
         """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
@@ -167,7 +174,10 @@ class InlineEnvironment(SlotsBase):
             try:
                 call(self._lanes[index], argument)
             except Exception as error:  # the user's class may raise anything
-                place, slot = traceback.extract_tb(error.__traceback__)[-1], (self._first + index) * self._width
+                place, slot = (
+                    traceback.extract_tb(error.__traceback__)[-1],
+                    (self._first + index) * self._width,
+                )
                 failed = f"{self._lanes[index].name}.{call.__name__} of slot {slot} failed"
                 raise EnvironmentFailure(
                     f"{failed}: {type(error).__name__}: {error}",

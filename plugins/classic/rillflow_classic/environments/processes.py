@@ -39,7 +39,9 @@ START_S = 120.0
 _CLOSE_S = 3.0
 _DONE = b"done"
 _MOST_BYTES = 2**17
-_BOOT = "import sys; from rillflow_classic.environments.processes import serve; serve(*map(int, sys.argv[1:]))"
+_BOOT = (
+    "import sys; from rillflow_classic.environments.processes import serve; serve(*map(int, sys.argv[1:]))"
+)
 
 
 def serve(parent: int, index: int, descriptor: int, memory: int) -> None:
@@ -81,7 +83,7 @@ class ProcessEnvironment(InlineEnvironment):
 
     def __init__(self, config: EnvironmentSettings, probe: Lane, num_lanes: int) -> None:
         kind = record_type(probe, num_lanes * len(probe.agents))
-        self._memory = open(os.memfd_create("slots"), "r+b")  # noqa: SIM115  until ``close``
+        self._memory = os.fdopen(os.memfd_create("slots"), "r+b")
         self._memory.truncate(kind.itemsize)
         super().__init__([probe], num_lanes, 0, np.ndarray((), kind, mmap.mmap(self._memory.fileno(), 0)))
         probe.close()

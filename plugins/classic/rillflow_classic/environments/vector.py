@@ -46,15 +46,6 @@ class Stepped:
     episodes: Sequence[FinishedEpisode] = ()
     """Episodes that ended in this step."""
 
-    def part(self, slots: slice) -> Stepped:
-        """Return the rows of some slots, without a copy and without episodes."""
-        arrays = (self.observations, self.rewards, self.terminated, self.truncated)
-        return Stepped(**{name: each[slots] for name, each in zip(ROWS, arrays, strict=True)})
-
-
-ROWS = ("observations", "rewards", "terminated", "truncated")
-"""Names of the arrays of a step."""
-
 
 class VectorEnvironment(Protocol):
     """Slots that step together; after an end, a slot resets at the next step and ignores its action."""

@@ -150,7 +150,9 @@ class Preprocessed(VectorEnvironment):
     def state(self) -> Mapping[str, Array]:
         """Return the running statistics."""
         both = self._moments.items()
-        return {f"{name}/{part}": np.array(value) for name, each in both for part, value in vars(each).items()}
+        return {
+            f"{name}/{part}": np.array(value) for name, each in both for part, value in vars(each).items()
+        }
 
     def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
         """Restore what ``state`` returned; see ``VectorEnvironment.restore``."""

@@ -39,11 +39,8 @@ class Distribution(Protocol):
     num_parameters: int
     """Number of parameters P."""
 
-    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
-        """Return an action of each row, and its log probability [B]."""
-
-    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
-        """Return the most probable action of each row, and its log probability [B]."""
+    def draw(self, parameters: Floats, generator: np.random.Generator | None) -> tuple[Array, Floats]:
+        """Return an action of each row and its log probability [B]: the likeliest one without a generator."""
 
     def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log probability of each row's action [B], and the entropy of each row [B]."""
@@ -58,14 +55,15 @@ class CategoricalActions:
     def __init__(self, num_actions: int) -> None:
         self.num_parameters = num_actions
 
-    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
+    def draw(self, parameters: Floats, generator: np.random.Generator | None) -> tuple[Array, Floats]:
         """See Distribution. argmax(logit - log E), E exponential, is a sample (the Gumbel trick)."""
-        noise = generator.standard_exponential(parameters.shape, dtype=np.float32)
-        return _picked(parameters, (parameters - np.log(noise, out=noise)).argmax(axis=-1))
-
-    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
-        """See Distribution."""
-        return _picked(parameters, parameters.argmax(axis=-1))
+        scores = parameters
+        if generator is not None:
+            noise = generator.standard_exponential(parameters.shape, dtype=np.float32)
+            scores = parameters - np.log(noise, out=noise)
+        actions: Array = scores.argmax(axis=-1)
+        chosen = parameters[np.arange(len(actions)), actions]
+        return actions, chosen - np.logaddexp.reduce(parameters, axis=-1)
 
     def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """See Distribution. The entropy is -sum p log p."""
@@ -98,17 +96,14 @@ class GaussianActions:
     def __init__(self, num_dimensions: int) -> None:
         self.num_parameters = 2 * num_dimensions
 
-    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
+    def draw(self, parameters: Floats, generator: np.random.Generator | None) -> tuple[Array, Floats]:
         """See Distribution."""
         means, log_deviations = np.split(parameters, 2, axis=-1)
+        if generator is None:
+            return means, -(log_deviations + LOG_SQRT_2PI).sum(axis=-1)
         noise = generator.standard_normal(means.shape, dtype=np.float32)
         logprobs = -(0.5 * noise * noise + log_deviations + LOG_SQRT_2PI).sum(axis=-1)
         return means + np.exp(log_deviations) * noise, logprobs
-
-    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
-        """See Distribution."""
-        means, log_deviations = np.split(parameters, 2, axis=-1)
-        return means, -(log_deviations + LOG_SQRT_2PI).sum(axis=-1)
 
     def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """See Distribution. The entropy is the sum of log deviation + log sqrt(2 pi e)."""
@@ -130,8 +125,3 @@ class GaussianActions:
 
         logprobs = -0.5 * squares.sum(axis=-1) - spread
         return Derived(logprobs=logprobs, entropies=spread + 0.5 * means.shape[-1], gradient=gradient)
-
-
-def _picked(logits: Floats, actions: Array) -> tuple[Array, Floats]:
-    chosen = logits[np.arange(len(logits)), actions]
-    return actions, chosen - np.logaddexp.reduce(logits, axis=-1)
