@@ -74,7 +74,8 @@ class EnvPoolEnvironment(SlotsBase):
         super().__init__(("",) * num_slots, observed, actions)
         self._shows, self._dtype = shows and self.stacks, observed.dtype
         self._every = np.arange(num_slots, dtype=np.int32)
-        self._pool: Any = None
+        self.pool: Any = None
+        """The pool; None before the first reset."""
 
     def _spec(self) -> Any:
         import envpool
@@ -94,13 +95,13 @@ class EnvPoolEnvironment(SlotsBase):
 
         given = self._arguments | ({"render_mode": "rgb_array"} if self._shows else {})
         # EnvPool gives slot i this seed plus i
-        self._pool = envpool.make(self._name, env_type="gymnasium", seed=lane_seed(seed, 0), **given)
-        keys = [key.split(":")[0] for key in self._pool._state_keys]
+        self.pool = envpool.make(self._name, env_type="gymnasium", seed=lane_seed(seed, 0), **given)
+        keys = [key.split(":")[0] for key in self.pool._state_keys]
         self._order = [keys.index(name) for name in _FIELDS]
-        self._action_dtype = self._pool._spec._action_spec[-1][0]
+        self._action_dtype = self.pool._spec._action_spec[-1][0]
         self._begun()
         self._steps_left, self._cut = self._limit, None
-        self._pool._reset(self._every)
+        self.pool._reset(self._every)
         observations: Array = self._received()[0]
         return observations
 
@@ -108,7 +109,7 @@ class EnvPoolEnvironment(SlotsBase):
         """Step every slot; see ``VectorEnvironment.step``."""
         actions = self._checked(actions).astype(self._action_dtype, order="C", copy=False)
         if self._cut is None:
-            self._pool._send([self._every, self._every, actions])
+            self.pool._send([self._every, self._every, actions])
             observations, rewards, done, truncated = self._received()
         else:
             observations, rewards, done, truncated = self._stepped_in_parts(actions, self._cut)
@@ -128,21 +129,21 @@ class EnvPoolEnvironment(SlotsBase):
     def _stepped_in_parts(self, actions: Array, cut: NDArray[np.bool_]) -> list[Any]:
         """Reset the slots that this adapter has cut, and step the others."""
         ids, others = self._every[cut], self._every[~cut]
-        self._pool._reset(ids)
+        self.pool._reset(ids)
         parts = self._received()
         parts[1][:] = 0.0
         if len(others):
-            self._pool._send([others, others, actions[others]])
+            self.pool._send([others, others, actions[others]])
             parts = [np.concatenate(each) for each in zip(parts, self._received(), strict=True)]
         order = np.argsort(np.concatenate([ids, others]))
         return [each[order] for each in parts]
 
     def _received(self) -> list[Any]:
-        arrays = self._pool._recv()
+        arrays = self.pool._recv()
         observation, reward, done, truncated = self._order
         observations = arrays[observation].astype(self._dtype, copy=False)
         return [observations, arrays[reward], arrays[done], arrays[truncated]]
 
     def render(self, slot: int) -> Array | None:
         """Return a frame of a slot if ``shows`` is set and the id is one of Atari; None otherwise."""
-        return self._pool.render(np.array([slot], np.int32))[0] if self._shows else None
+        return self.pool.render(np.array([slot], np.int32))[0] if self._shows else None
