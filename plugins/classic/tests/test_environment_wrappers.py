@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -14,28 +13,26 @@ from hypothesis.extra import numpy as hnp
 
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.make import make_environment
-from rillflow_classic.environments.vector import Stepped
-from rillflow_classic.environments.wrappers import DISCOUNT, Preprocessed, RunningMoments
+from rillflow_classic.environments.preprocessing import DISCOUNT, Preprocessing, RunningMoments
+from rillflow_classic.environments.vector import Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array
 
 
-class Script:
+class Script(VectorEnvironment):
     """A vector environment that plays given rows."""
 
     def __init__(self, observations: Any, rewards: Any, ended: Any, dtype: Any = np.float32) -> None:
         self.rows = observations.astype(dtype)
         self.rewards, self.ended = rewards.astype(np.float32), ended
-        self.num_slots = ended.shape[1]
-        self.agents: Sequence[str] = ("",) * self.num_slots
-        self.observation_space: Any = gymnasium.spaces.Box(0, 200, self.rows.shape[2:], dtype)
-        self.action_space: Any = gymnasium.spaces.Discrete(2)
+        space = gymnasium.spaces.Box(0, 200, self.rows.shape[2:], dtype)
+        super().__init__(("",) * ended.shape[1], space, gymnasium.spaces.Discrete(2))
         self.at = 0
 
-    def reset(self, seed: int) -> Array:
+    def begin(self, seed: int) -> Array:
         self.at = 0
         return self.rows[0].copy()
 
-    def step(self, actions: Array) -> Stepped:
+    def advance(self, actions: Array) -> Stepped:
         self.at += 1
         ended = self.ended[self.at - 1]
         return Stepped(
@@ -44,18 +41,6 @@ class Script:
             terminated=ended,
             truncated=np.zeros_like(ended),
         )
-
-    def render(self, slot: int) -> Array | None:
-        return None
-
-    def state(self) -> Mapping[str, Array]:
-        return {}
-
-    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 def script(
@@ -70,8 +55,10 @@ def script(
     return Script(rows, rewards, ended, dtype)
 
 
-def changed(inner: Script, frames: int = 1, **given: Any) -> Preprocessed:
-    return Preprocessed(inner, EnvironmentSettings(**given), frames)
+def changed(inner: Script, frames: int = 1, **given: Any) -> Script:
+    space, config = inner.observation_space, EnvironmentSettings(**given)
+    inner.preprocess(Preprocessing(config, frames, inner.num_slots, space))
+    return inner
 
 
 def stepped(environment: Any, steps: int) -> list[Stepped]:

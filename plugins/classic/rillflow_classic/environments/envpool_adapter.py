@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rillflow.errors import ConfigError
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.lanes import lane_seed
-from rillflow_classic.environments.vector import SlotsBase, Stepped, array_space
+from rillflow_classic.environments.vector import Stepped, VectorEnvironment, array_space
 from rillflow_classic.fragment import Array
 
 _LONGEST = 2**30
@@ -36,7 +36,7 @@ def envpool_ids() -> frozenset[str]:
     return frozenset(envpool.list_all_envs())
 
 
-class EnvPoolEnvironment(SlotsBase):
+class EnvPoolEnvironment(VectorEnvironment):
     """Slots of one EnvPool.
 
     Args:
@@ -89,7 +89,7 @@ class EnvPoolEnvironment(SlotsBase):
                 fix="environment.arguments holds EnvPool's settings of this id, such as num_threads",
             ) from None
 
-    def reset(self, seed: int) -> Array:
+    def begin(self, seed: int) -> Array:
         """Make a new pool with the seed, the only way to seed EnvPool, and reset it."""
         import envpool
 
@@ -99,15 +99,14 @@ class EnvPoolEnvironment(SlotsBase):
         keys = [key.split(":")[0] for key in self.pool._state_keys]
         self._order = [keys.index(name) for name in _FIELDS]
         self._action_dtype = self.pool._spec._action_spec[-1][0]
-        self._begun()
         self._steps_left, self._cut = self._limit, None
         self.pool._reset(self._every)
         observations: Array = self._received()[0]
         return observations
 
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot; see ``VectorEnvironment.step``."""
-        actions = self._checked(actions).astype(self._action_dtype, order="C", copy=False)
+    def advance(self, actions: Array) -> Stepped:
+        """Step every slot; see ``VectorEnvironment.advance``."""
+        actions = actions.astype(self._action_dtype, order="C", copy=False)
         if self._cut is None:
             self.pool._send([self._every, self._every, actions])
             observations, rewards, done, truncated = self._received()
@@ -123,8 +122,7 @@ class EnvPoolEnvironment(SlotsBase):
             cut, truncated = late & ~done, truncated | late
             self._cut = cut if cut.any() else None
             self._steps_left = self._limit - int(lengths[~late].max(initial=0))
-        rows = Stepped(observations=observations, rewards=rewards, terminated=terminated, truncated=truncated)
-        return self._stepped(rows)
+        return Stepped(observations=observations, rewards=rewards, terminated=terminated, truncated=truncated)
 
     def _stepped_in_parts(self, actions: Array, cut: NDArray[np.bool_]) -> list[Any]:
         """Reset the slots that this adapter has cut, and step the others."""

@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 
 from rillflow.errors import ConfigError
-from rillflow_classic.environments.vector import EnvironmentFailure, SlotsBase, Stepped, array_space
+from rillflow_classic.environments.vector import EnvironmentFailure, Stepped, VectorEnvironment, array_space
 from rillflow_classic.fragment import Array
 
 
@@ -126,7 +126,7 @@ def rows_of(record: Array, slots: slice) -> Stepped:
     return Stepped(**arrays)
 
 
-class InlineEnvironment(SlotsBase):
+class InlineEnvironment(VectorEnvironment):
     """Slots of lanes in this process; the boundary to the user's code.
 
     Args:
@@ -146,28 +146,16 @@ class InlineEnvironment(SlotsBase):
         for index, each in enumerate(lanes, first):
             each.rows = rows_of(self._record, slice(index * self._width, (index + 1) * self._width))
 
-    def reset(self, seed: int) -> Array:
-        """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
-        self._begun()
-        self.begin(seed)
+    def begin(self, seed: int) -> Array:
+        """Reset the lanes here; see ``VectorEnvironment.begin``."""
+        self._each(Lane.reset, [lane_seed(seed, self._first + index) for index in range(len(self._lanes))])
         return self._rows.observations
 
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot; see ``VectorEnvironment.step``."""
-        self._record["actions"][...] = self._checked(actions)
-        self.advance()
-        return self._stepped(self._rows)
-
-    def begin(self, seed: int) -> None:
-        """Reset the lanes here."""
-        self._each(Lane.reset, [lane_seed(seed, self._first + index) for index in range(len(self._lanes))])
-
-    def advance(self) -> None:
-        """Step the lanes here with the actions in the record."""
-        first, width, actions = self._first * self._width, self._width, self._record["actions"]
-        chosen = actions[first : first + width * len(self._lanes)]
-        listed = chosen.tolist() if chosen.ndim == 1 else list(chosen.copy())
-        self._each(Lane.step, [listed[at : at + width] for at in range(0, len(listed), width)])
+    def advance(self, actions: Array) -> Stepped:
+        """Step the lanes here; see ``VectorEnvironment.advance``."""
+        listed = actions.tolist() if actions.ndim == 1 else list(actions)
+        self._each(Lane.step, [listed[at : at + self._width] for at in range(0, len(listed), self._width)])
+        return self._rows
 
     def _each(self, call: Callable[[Lane, Any], None], arguments: Sequence[Any]) -> None:
         for index, argument in enumerate(arguments):

@@ -17,9 +17,9 @@ from rillflow_classic.environments.catalog import ATARI, CatalogEntry, find, gym
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.envpool_adapter import EnvPoolEnvironment
 from rillflow_classic.environments.lanes import InlineEnvironment, Lane
+from rillflow_classic.environments.preprocessing import Preprocessing
 from rillflow_classic.environments.processes import ProcessEnvironment, num_cores
 from rillflow_classic.environments.vector import VectorEnvironment
-from rillflow_classic.environments.wrappers import Preprocessed
 
 _log = logging.getLogger(__name__)
 
@@ -50,14 +50,14 @@ def choose(config: EnvironmentSettings, entry: CatalogEntry, num_environments: i
 
 def measured_step_s(lane: Lane) -> float:
     """Return the mean time of a step with random actions, resets included; close the environment."""
-    environment, steps = InlineEnvironment([lane]), 0
+    environment, steps = InlineEnvironment([lane]), 0  # checks are made once for all lanes, and not measured
     lane.action_space.seed(0)
     actions = [np.stack([lane.action_space.sample() for _ in lane.agents]) for _ in range(16)]
     environment.reset(0)
-    environment.step(actions[0])
+    environment.advance(actions[0])
     start = time.perf_counter()
     while not steps or (steps < _MOST_STEPS and time.perf_counter() - start < _BUDGET_S):
-        environment.step(actions[steps % len(actions)])
+        environment.advance(actions[steps % len(actions)])
         steps += 1
     elapsed = time.perf_counter() - start
     environment.close()
@@ -120,5 +120,7 @@ def _made(
     else:
         lanes = [make_lane(config, entry, shows=shows) for _ in range(num_environments)]
         environment = InlineEnvironment(lanes)
-    changes = config.normalise_rewards or config.normalise_observations or config.clip_rewards
-    return Preprocessed(environment, config, frames) if changes or frames > 1 else environment
+    if config.normalise_rewards or config.normalise_observations or config.clip_rewards or frames > 1:
+        space, slots = environment.observation_space, environment.num_slots
+        environment.preprocess(Preprocessing(config, frames, slots, space))
+    return environment

@@ -31,7 +31,7 @@ from rillflow.workers.watchdog import end_with
 from rillflow_classic.environments.catalog import find, make_lane
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.lanes import InlineEnvironment, Lane, record_type
-from rillflow_classic.environments.vector import EnvironmentFailure
+from rillflow_classic.environments.vector import EnvironmentFailure, Stepped
 from rillflow_classic.fragment import Array
 
 START_S = 120.0
@@ -55,10 +55,11 @@ def serve(parent: int, index: int, descriptor: int, memory: int) -> None:
         kind = record_type(lanes[0], bounds[-1] * len(lanes[0].agents))
         record: Array = np.ndarray((), kind, mmap.mmap(memory, 0))
         environment = InlineEnvironment(lanes, bounds[-1], first, record)
+        actions = record["actions"][first * len(lanes[0].agents) : last * len(lanes[0].agents)]
         link.send(_DONE)
         while request := link.recv(_MOST_BYTES):
             if request == b"step":
-                environment.advance()
+                environment.advance(actions.copy())
             else:
                 environment.begin(int(request))
             link.send(_DONE)
@@ -115,18 +116,21 @@ class ProcessEnvironment(InlineEnvironment):
     def _make(self, children: Sequence[int]) -> None:
         self._called(pickle.dumps((self._config, self._bounds)), children, START_S)
 
-    def begin(self, seed: int) -> None:
-        """Reset the lanes of all children."""
+    def begin(self, seed: int) -> Array:
+        """Reset the lanes of all children; see ``VectorEnvironment.begin``."""
         waiting: Sequence[int] = self._every
         while waiting := self._called(b"%d" % seed, waiting, self._config.step_timeout_s):
             pass
+        return self._rows.observations
 
-    def advance(self) -> None:
-        """Step the lanes of all children with the actions in the record."""
+    def advance(self, actions: Array) -> Stepped:
+        """Step the lanes of all children; see ``VectorEnvironment.advance``."""
+        self._record["actions"][...] = actions
         for index in self._called(b"step", self._every, self._config.step_timeout_s):
             slots, rows = self._slots[index], self._rows
             rows.rewards[slots], rows.terminated[slots], rows.truncated[slots] = 0.0, False, True
             self._starts[slots] = self._steps + 1  # so that their episodes do not count
+        return self._rows
 
     def _called(self, request: bytes, children: Sequence[int], seconds: float) -> list[int]:
         """Send children a request and wait for all; replace those that were lost, and return them.
@@ -183,10 +187,6 @@ class ProcessEnvironment(InlineEnvironment):
             process.wait(seconds)
         process.kill()
         process.wait()
-
-    def render(self, slot: int) -> Array | None:  # noqa: ARG002
-        """Return None: children render nothing."""
-        return None
 
     def close(self) -> None:
         """End all children."""

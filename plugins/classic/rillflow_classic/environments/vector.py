@@ -1,9 +1,6 @@
 """Vector environment: many slots that step together, behind one interface for every provider.
 
-gymnasium, one after the other ──┐
-gymnasium, in processes ─────────┼─ VectorEnvironment ── reset, step ──> actor
-EnvPool ─────────────────────────┤
-multi-agent environments ────────┘
+    actions ── check ──> advance: lanes here or in processes, EnvPool ── check, count, preprocess ──> actor
 
 An agent of a multi-agent environment that ends before the others repeats its last observation with reward 0
 and ``truncated`` at every step, until all have ended and the environment resets. So every row after the end
@@ -13,9 +10,10 @@ is a row after an end, which is no experience.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -23,6 +21,9 @@ from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError, RillflowError
 from rillflow_classic.fragment import Array, FinishedEpisode
+
+if TYPE_CHECKING:
+    from rillflow_classic.environments.preprocessing import Preprocessing
 
 Space = gymnasium.Space[Any]
 
@@ -47,50 +48,13 @@ class Stepped:
     """Episodes that ended in this step."""
 
 
-class VectorEnvironment(Protocol):
-    """Slots that step together; after an end, a slot resets at the next step and ignores its action."""
+class VectorEnvironment(ABC):
+    """Slots that step together; after an end, a slot resets at the next step and ignores its action.
 
-    num_slots: int
-    """Number of slots N."""
-    agents: Sequence[str]
-    """[N] name of the agent of every slot; empty texts in a single-agent environment."""
-    observation_space: gymnasium.Space  # type: ignore[type-arg]
-    """Space of one slot's observation."""
-    action_space: gymnasium.Space  # type: ignore[type-arg]
-    """Space of one slot's action."""
-
-    def reset(self, seed: int) -> Array:
-        """Begin a new episode in every slot; the same seed gives the same episodes. Returns [N, ...]."""
-
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot with its action [N] or [N, A].
-
-        Raises:
-            EnvironmentFailure: an environment raised, hung, died, or returned something wrong.
-        """
-
-    def render(self, slot: int) -> Array | None:  # noqa: ARG002
-        """Return a frame [H, W, 3] uint8 of a slot; None if the environment shows nothing."""
-        return None
-
-    def state(self) -> Mapping[str, Array]:
-        """Return the running statistics by name; empty without normalisation."""
-        return {}
-
-    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:  # noqa: ARG002
-        """Restore what ``state`` returned; frozen statistics change no more, as evaluation needs them."""
-        return
-
-    def close(self) -> None:
-        """End all environments and their processes."""
-        return
-
-
-class SlotsBase(VectorEnvironment):
-    """Base of all providers: checks actions and results, and counts episodes.
+    Base of all providers, which implement ``begin`` and ``advance``.
 
     Args:
-        agents: name of the agent of every slot.
+        agents: [N] name of the agent of every slot; empty texts in a single-agent environment.
         observation_space: space of one slot's observation.
         action_space: space of one slot's action; both are of ``array_space``.
     """
@@ -102,10 +66,70 @@ class SlotsBase(VectorEnvironment):
         self._totals, self._steps = np.zeros(self.num_slots), 0
         self._starts = np.ones(self.num_slots, np.int64)  # the first step only resets
         self._action_shape = (self.num_slots, *(action_space.shape or ()))
+        self._preprocessing: Preprocessing | None = None
 
-    def _begun(self) -> None:
-        """Forget all episodes: every slot has reset."""
+    def preprocess(self, preprocessing: Preprocessing) -> None:
+        """Change all observations and rewards from now on."""
+        self._preprocessing, self.observation_space = preprocessing, preprocessing.observation_space
+
+    def reset(self, seed: int) -> Array:
+        """Begin a new episode in every slot; the same seed gives the same episodes. Returns [N, ...]."""
         self._totals[:], self._starts[:] = 0.0, self._steps
+        observations = self.begin(seed)
+        return self._preprocessing.first(observations) if self._preprocessing else observations
+
+    def step(self, actions: Array) -> Stepped:
+        """Step every slot with its action [N] or [N, A].
+
+        Raises:
+            EnvironmentFailure: an action is wrong, or an environment raised, hung, died, or returned NaN or
+                another wrong value.
+        """
+        rows = self.advance(self._checked(actions))
+        if self._is_real and not math.isfinite(np.add.reduce(rows.observations, axis=None)):
+            _require_finite(rows.observations, "observation")
+        self._totals += rows.rewards
+        self._steps += 1
+        if not math.isfinite(self._totals.dot(self._totals)):
+            _require_finite(rows.rewards, "reward")
+        ended = rows.terminated | rows.truncated
+        if np.count_nonzero(ended):  # a tenth of the time of any()
+            rows = replace(rows, episodes=self._finished(ended.nonzero()[0]))
+        return self._preprocessing.changed(rows, ended) if self._preprocessing else rows
+
+    @abstractmethod
+    def begin(self, seed: int) -> Array:
+        """Begin a new episode in every slot and return its first observation, [N, ...]."""
+
+    @abstractmethod
+    def advance(self, actions: Array) -> Stepped:
+        """Step every slot with actions that are checked; the results are not, and lack the episodes."""
+
+    def render(self, slot: int) -> Array | None:  # noqa: ARG002
+        """Return a frame [H, W, 3] uint8 of a slot; None if the environment shows nothing."""
+        return None
+
+    def state(self) -> Mapping[str, Array]:
+        """Return the running statistics by name; empty without normalisation."""
+        return self._preprocessing.state() if self._preprocessing else {}
+
+    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
+        """Restore what ``state`` returned; frozen statistics change no more, as evaluation needs them."""
+        if self._preprocessing:
+            self._preprocessing.restore(state, frozen=frozen)
+
+    def close(self) -> None:  # noqa: B027  most have nothing to end
+        """End all environments and their processes."""
+
+    def _finished(self, slots: NDArray[np.int64]) -> Sequence[FinishedEpisode]:
+        """Return the episodes that ended in some slots, and count from new; a reset is no episode."""
+        ends = slots.tolist(), self._totals[slots].tolist(), (self._steps - self._starts[slots]).tolist()
+        self._totals[slots], self._starts[slots] = 0.0, self._steps + 1
+        return [
+            FinishedEpisode(total_reward=total, length=length, slot=slot)
+            for slot, total, length in zip(*ends, strict=True)
+            if length > 0
+        ]
 
     def _checked(self, actions: NDArray[Any]) -> NDArray[Any]:
         """Return the actions to take, in the space's dtype; continuous ones are clipped to their bounds.
@@ -129,31 +153,6 @@ class SlotsBase(VectorEnvironment):
             slot = int(np.argwhere(~inside)[0][0])
             raise _refused(f"the action of slot {slot} is {actions[slot]}", f"it is outside {space}")
         return actions.astype(space.dtype, copy=False)
-
-    def _stepped(self, rows: Stepped) -> Stepped:
-        """Check the results of a step and return them, with the episodes that ended in it.
-
-        Raises:
-            EnvironmentFailure: an observation or a reward is NaN or infinite.
-        """
-        if self._is_real and not math.isfinite(np.add.reduce(rows.observations, axis=None)):
-            _require_finite(rows.observations, "observation")
-        self._totals += rows.rewards
-        self._steps += 1
-        if not math.isfinite(self._totals.dot(self._totals)):
-            _require_finite(rows.rewards, "reward")
-        ended = rows.terminated | rows.truncated
-        if not np.count_nonzero(ended):  # a tenth of the time of any()
-            return rows
-        slots = ended.nonzero()[0]
-        ends = slots.tolist(), self._totals[slots].tolist(), (self._steps - self._starts[slots]).tolist()
-        self._totals[slots], self._starts[slots] = 0.0, self._steps + 1
-        episodes = [
-            FinishedEpisode(total_reward=total, length=length, slot=slot)
-            for slot, total, length in zip(*ends, strict=True)
-            if length > 0
-        ]
-        return replace(rows, episodes=episodes)
 
 
 def _refused(what: str, why: str) -> EnvironmentFailure:

@@ -56,28 +56,20 @@ class ActorCritic(nn.Module):
         trunks: one trunk that both share, or the policy's and the value's.
         features: width of a trunk's result.
         distribution: the distribution of actions.
-        log_deviations: number of learnt log deviations that do not depend on the observation.
         lstm_size: width of an LSTM after the one trunk; 0 for none.
     """
 
     def __init__(
-        self,
-        trunks: Sequence[nn.Module],
-        features: int,
-        distribution: Distribution,
-        *,
-        log_deviations: int = 0,
-        lstm_size: int = 0,
+        self, trunks: Sequence[nn.Module], features: int, distribution: Distribution, lstm_size: int
     ) -> None:
         super().__init__()
-        self.distribution = distribution
-        self.lstm_size = lstm_size
+        self.distribution, self.lstm_size = distribution, lstm_size
         self.trunks = nn.ModuleList(trunks)
         self.lstm = nn.LSTM(features, lstm_size) if lstm_size else None
-        width = lstm_size or features
-        self.policy_head = nn.Linear(width, distribution.num_parameters - log_deviations)
+        width, free = lstm_size or features, distribution.num_free
+        self.policy_head = nn.Linear(width, distribution.num_parameters - free)
         self.value_head = nn.Linear(width, 1)
-        self.log_deviations = nn.Parameter(torch.zeros(log_deviations)) if log_deviations else None
+        self.log_deviations = nn.Parameter(torch.zeros(free)) if free else None
 
     def forward(self, observations: Tensor, state: Tensor | None = None) -> NetworkOutput:
         """Return parameters and values of observations [B, ...]; an LSTM takes one step."""
@@ -201,8 +193,7 @@ def build_network(
             count = 1 if config.shared or lstm_size else 2
             trunks = [_mlp(config, observation_space) for _ in range(count)]
             features = (_num_inputs(observation_space), *config.hidden)[-1]
-        free = distribution.num_parameters // 2 if isinstance(distribution, GaussianActions) else 0
-        network = ActorCritic(trunks, features, distribution, log_deviations=free, lstm_size=lstm_size)
+        network = ActorCritic(trunks, features, distribution, lstm_size)
     network.to_empty(device="cpu")
     _initialise(network, torch.Generator().manual_seed(seed))
     return network

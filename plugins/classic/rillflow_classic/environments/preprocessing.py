@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.vector import Stepped, VectorEnvironment
+from rillflow_classic.environments.vector import Space, Stepped
 from rillflow_classic.fragment import Array
 
 DISCOUNT = 0.99
@@ -62,55 +62,48 @@ class RunningMoments:
         self.mean, self.count = self.mean + distance * (count / total), total
 
 
-class Preprocessed(VectorEnvironment):
-    """A vector environment whose observations and rewards are changed as its settings say.
+class Preprocessing:
+    """Changes observations and rewards of all slots as the settings say.
 
     Scaled observations are clipped to -10 and 10. Stacks go from the oldest observation to the newest; an
     episode's first one stands k times at its start.
 
     Args:
-        inner: the environment.
         config: settings.
         frames: observations in each one, k.
+        num_slots: number of slots N.
+        space: space of an observation.
 
     Raises:
         ConfigError: observations are no Box.
     """
 
-    def __init__(self, inner: VectorEnvironment, config: EnvironmentSettings, frames: int) -> None:
-        self.agents, self.num_slots = inner.agents, inner.num_slots
-        self.observation_space, self.action_space = inner.observation_space, inner.action_space
-        self._inner, self._clips, self._is_frozen = inner, config.clip_rewards, False
+    def __init__(self, config: EnvironmentSettings, frames: int, num_slots: int, space: Space) -> None:
+        self._clips, self._is_frozen, self._frames, self._newest = config.clip_rewards, False, frames, 0
         self._moments = {"rewards": RunningMoments()} if config.normalise_rewards else {}
-        self._returns, self._after_end = np.zeros(inner.num_slots), np.zeros(inner.num_slots, bool)
+        self._returns, self._after_end = np.zeros(num_slots), np.zeros(num_slots, bool)
         if config.normalise_observations:
-            shape = self._box("environment.normalise_observations").shape
+            shape = _box(space, "environment.normalise_observations").shape
             self._moments["observations"] = RunningMoments(shape)
-            self.observation_space = gymnasium.spaces.Box(-_LARGEST, _LARGEST, shape, np.float32)
-        self._frames, self._newest, self._ring = frames, 0, np.zeros(0)
+            space = gymnasium.spaces.Box(-_LARGEST, _LARGEST, shape, np.float32)
         if frames > 1:
-            space = self._box("environment.frame_stack")
-            low, high = (np.repeat(bound[None], frames, 0) for bound in (space.low, space.high))
-            self.observation_space = gymnasium.spaces.Box(low, high, dtype=space.dtype.type)
-            self._ring = np.zeros((inner.num_slots, 2 * frames, *space.shape), space.dtype)
+            box = _box(space, "environment.frame_stack")
+            self._ring = np.zeros((num_slots, 2 * frames, *box.shape), box.dtype)
+            low, high = (np.repeat(bound[None], frames, 0) for bound in (box.low, box.high))
+            space = gymnasium.spaces.Box(low, high, dtype=box.dtype.type)
+        self.observation_space = space
+        """Space of an observation after the changes."""
 
-    def _box(self, setting: str) -> gymnasium.spaces.Box:
-        if isinstance(space := self.observation_space, gymnasium.spaces.Box):
-            return space
-        why, fix = "only arrays of numbers have a mean or a stack", f"leave out {setting}"
-        raise ConfigError(f"{setting} is set, and observations are {space}", why=why, fix=fix)
+    def first(self, observations: Array) -> Array:
+        """Return the first observations of new episodes in all slots."""
+        self._returns[:], self._after_end[:] = 0.0, True  # so that every stack begins
+        found = self._observed(observations, np.zeros_like(self._after_end))
+        self._after_end = np.zeros_like(self._after_end)
+        return found
 
-    def reset(self, seed: int) -> Array:
-        """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
-        self._returns[:], self._after_end = 0.0, np.ones(self.num_slots, bool)  # so that every stack begins
-        observations = self._observed(self._inner.reset(seed), np.zeros(self.num_slots, bool))
-        self._after_end = np.zeros(self.num_slots, bool)
-        return observations
-
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot; see ``VectorEnvironment.step``."""
-        stepped = self._inner.step(actions)
-        ended, rewards = stepped.terminated | stepped.truncated, stepped.rewards
+    def changed(self, rows: Stepped, ended: NDArray[np.bool_]) -> Stepped:
+        """Return a step with its changes; ``ended`` are the slots [N] that it ended."""
+        rewards = rows.rewards
         if moments := self._moments.get("rewards"):
             self._returns = self._returns * DISCOUNT + rewards
             if not self._is_frozen:
@@ -119,9 +112,9 @@ class Preprocessed(VectorEnvironment):
             rewards = rewards * moments.scale
         if self._clips:
             rewards = np.clip(rewards, -1.0, 1.0)
-        observations = self._observed(stepped.observations, self._after_end & ended)
+        observations = self._observed(rows.observations, self._after_end & ended)
         self._after_end = ended
-        return replace(stepped, observations=observations, rewards=rewards)
+        return replace(rows, observations=observations, rewards=rewards)
 
     def _observed(self, observations: Array, repeated: NDArray[np.bool_]) -> Array:
         """Scale and stack observations.
@@ -143,23 +136,22 @@ class Preprocessed(VectorEnvironment):
         stack: Array = self._ring[:, newest + 1 : newest + 1 + self._frames]
         return stack
 
-    def render(self, slot: int) -> Array | None:
-        """Return a frame of a slot."""
-        return self._inner.render(slot)
-
     def state(self) -> Mapping[str, Array]:
-        """Return the running statistics."""
+        """Return the running statistics by name."""
         both = self._moments.items()
         return {
             f"{name}/{part}": np.array(value) for name, each in both for part, value in vars(each).items()
         }
 
-    def restore(self, state: Mapping[str, Array], *, frozen: bool = False) -> None:
-        """Restore what ``state`` returned; see ``VectorEnvironment.restore``."""
+    def restore(self, state: Mapping[str, Array], *, frozen: bool) -> None:
+        """Restore what ``state`` returned; frozen statistics change no more."""
         self._is_frozen = frozen
         for name, moments in self._moments.items():
             vars(moments).update({part: np.array(state[f"{name}/{part}"]) for part in vars(moments)})
 
-    def close(self) -> None:
-        """End all environments."""
-        self._inner.close()
+
+def _box(space: Space, setting: str) -> gymnasium.spaces.Box:
+    if isinstance(space, gymnasium.spaces.Box):
+        return space
+    why, fix = "only arrays of numbers have a mean or a stack", f"leave out {setting}"
+    raise ConfigError(f"{setting} is set, and observations are {space}", why=why, fix=fix)
