@@ -43,9 +43,8 @@ from rillflow.runs.summary import Summary, summarise
 from rillflow_classic.build import EnvironmentStatistics, Parts, open_system
 from rillflow_classic.environments.make import make_environment, make_video_environment
 from rillflow_classic.environments.vector import VectorEnvironment
-from rillflow_classic.evaluation import greedy_actor, judged_episodes, num_slots, play
+from rillflow_classic.evaluation import greedy_actor, judged_episodes, num_slots, play, record_video
 from rillflow_classic.operators.context import OperatorWork, PlanContext
-from rillflow_classic.video import record_video
 from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.population import PopulationSystem, open_population
 

@@ -11,10 +11,16 @@ from gymnasium import spaces
 from PIL import Image
 
 from rillflow_classic.environments.vector import Stepped
-from rillflow_classic.evaluation import greedy_actor, judged_episodes, num_slots, play
+from rillflow_classic.evaluation import (
+    MOST_FRAMES,
+    greedy_actor,
+    judged_episodes,
+    num_slots,
+    play,
+    record_video,
+)
 from rillflow_classic.fragment import FinishedEpisode
 from rillflow_classic.policy import Acted
-from rillflow_classic.video import MOST_FRAMES, record_video
 from rillflow_classic.workers.actor import Actor
 
 

@@ -218,7 +218,7 @@ def test_an_lstm_unrolled_is_the_lstm_stepped() -> None:
             TWO,
             r"frames of shape \[10, 10, 4\] are too small",
         ),
-        ("mlp", spaces.Dict({"a": VECTOR}), TWO, "does not fit an mlp"),
+        ("mlp", spaces.Dict({"a": VECTOR}), TWO, "the observations of a network are Dict"),
         ("auto", VECTOR, spaces.MultiBinary(3), r"action space MultiBinary\(3\) has no distribution"),
         ("auto", VECTOR, spaces.Box(-1, 1, (2, 2), np.float32), r"action space Box.*\(2, 2\)"),
     ],

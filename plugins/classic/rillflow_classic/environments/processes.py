@@ -97,7 +97,8 @@ class ProcessEnvironment(InlineEnvironment):
         self._every = range(count)
         self.children = [self._started(index) for index in self._every]
         """Process and socket of each child."""
-        self._make(self._every)
+        self._task = pickle.dumps((config, self._bounds))
+        self._called(self._task, self._every, START_S)
 
     def _started(self, index: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -112,9 +113,6 @@ class ProcessEnvironment(InlineEnvironment):
                 start_new_session=True,  # Ctrl-C ends the parent, which ends its children
             )
             return process.result(), ours
-
-    def _make(self, children: Sequence[int]) -> None:
-        self._called(pickle.dumps((self._config, self._bounds)), children, START_S)
 
     def begin(self, seed: int) -> Array:
         """Reset the lanes of all children; see ``VectorEnvironment.begin``."""
@@ -177,7 +175,7 @@ class ProcessEnvironment(InlineEnvironment):
             )
         self.num_restarts += 1
         self.children[index] = self._started(index)
-        self._make([index])
+        self._called(self._task, [index], START_S)
 
     def _end(self, index: int, seconds: float) -> None:
         """End a child that has some seconds to close its environments."""

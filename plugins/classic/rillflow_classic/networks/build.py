@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
 from rillflow.errors import ConfigError
+from rillflow_classic.environments.vector import Space, array_space
 from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.networks.distributions import CategoricalActions, Distribution, GaussianActions
-
-Space = gymnasium.Space[Any]
 
 Layers = tuple[tuple[int, int, int], ...]
 """Channels, kernel and stride of each convolution."""
@@ -223,13 +221,8 @@ def is_frames(space: Space) -> bool:
 
 
 def _num_inputs(space: Space) -> int:
-    if isinstance(space, spaces.Discrete | spaces.Box):
-        return int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape)
-    raise ConfigError(
-        f"the observation space {space} does not fit an mlp",
-        why="an mlp takes Box spaces, flattened, and Discrete spaces, as one-hot vectors",
-        fix="flatten the space with a wrapper of the environment",
-    )
+    space = array_space(space, "the observations of a network")
+    return int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape or ())
 
 
 def _mlp(config: NetworkConfig, space: Space) -> nn.Sequential:
