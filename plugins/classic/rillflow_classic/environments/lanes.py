@@ -53,6 +53,8 @@ class Lane:
         """Name of the agent of each slot; the empty text in a ``gymnasium.Env``."""
         self.observation_space = array_space(spaces[0][0], f"the observations of {name!r}")
         self.action_space = array_space(spaces[0][1], f"the actions of {name!r}")
+        self._shape = self.observation_space.shape or ()
+        self._dtype = np.dtype(self.observation_space.dtype)
         self._length, self._live = 0, dict[Any, int]()
 
     def reset(self, seed: int | None) -> None:
@@ -70,20 +72,25 @@ class Lane:
         if not self._live:
             self.reset(None)
             return
-        rows, self._length = self.rows, self._length + 1
+        self._length += 1
         if self._is_single:
-            results = [{"": each} for each in self._environment.step(actions[0])]
-        else:
-            chosen = {key: actions[index] for key, index in self._live.items()}
-            results = self._environment.step(chosen)
-        observations, rewards, terminated, truncated, _ = results
-        rows.rewards[:], rows.terminated[:], rows.truncated[:] = 0.0, False, True
-        for key, index in tuple(self._live.items()):
-            rows.observations[index] = self._array(observations[key])
-            rows.rewards[index], rows.terminated[index] = rewards[key], terminated[key]
-            rows.truncated[index] = is_cut = truncated[key] or self._length == self._limit
-            if terminated[key] or is_cut:
-                del self._live[key]
+            observation, reward, is_terminated, is_truncated, _ = self._environment.step(actions[0])
+            self._write("", observation, reward, is_terminated, is_truncated)
+            return
+        chosen = {key: actions[index] for key, index in self._live.items()}
+        observations, rewards, terminated, truncated, _ = self._environment.step(chosen)
+        self.rows.rewards[:], self.rows.terminated[:], self.rows.truncated[:] = 0.0, False, True
+        for key in chosen:
+            self._write(key, observations[key], rewards[key], terminated[key], truncated[key])
+
+    def _write(self, key: Any, observation: Any, reward: Any, is_terminated: Any, is_truncated: Any) -> None:
+        """Write the row of an agent, which is not live any more if its episode has ended."""
+        rows, index = self.rows, self._live[key]
+        is_cut = is_truncated or self._length == self._limit
+        rows.observations[index], rows.rewards[index] = self._array(observation), reward
+        rows.terminated[index], rows.truncated[index] = is_terminated, is_cut
+        if is_terminated or is_cut:
+            del self._live[key]
 
     def render(self) -> Array | None:
         """Return a frame [H, W, 3]; None if there is none."""
@@ -99,11 +106,11 @@ class Lane:
 
     def _array(self, value: Any) -> Array:
         """Return an observation as an array. An assignment alone would broadcast and cast a wrong one."""
-        array, space = np.asarray(value), self.observation_space
-        if array.shape == space.shape and np.can_cast(array.dtype, space.dtype, "same_kind"):  # type: ignore[arg-type]
+        array, shape, dtype = np.asarray(value), self._shape, self._dtype
+        if array.shape == shape and (array.dtype == dtype or np.can_cast(array.dtype, dtype, "same_kind")):
             return array
-        got, wanted = f"{array.dtype} {list(array.shape)}", f"{space.dtype} {list(space.shape or ())}"
-        raise TypeError(f"an observation of {got}, but observation_space is {wanted}")
+        got = f"{array.dtype} {list(array.shape)}"
+        raise TypeError(f"an observation of {got}, but observation_space is {dtype} {list(shape)}")
 
 
 def lane_seed(seed: int, lane: int) -> int:

@@ -44,15 +44,14 @@ class NetworkPolicy:
         actions, logprobs = self._distribution.draw(parameters, None if greedy else self._generator)
         return Acted(actions=actions, outputs={"logprobs": logprobs, "values": values}, state=state)
 
-    @torch.inference_mode()
     def evaluate(self, observations: Array, state: Array | None) -> tuple[Floats, Floats, Array | None]:
         """Return parameters [B, P], values [B] and the next recurrent state."""
         if self._mlp is not None:
             found = self._mlp.forward(observations)
             return found.parameters, found.values, state
-        output = self.network(
-            torch.from_numpy(observations), state if state is None else torch.from_numpy(state)
-        )
+        with torch.inference_mode():
+            given = None if state is None else torch.from_numpy(state)
+            output = self.network(torch.from_numpy(observations), given)
         after = None if output.state is None else output.state.numpy()
         return output.parameters.numpy(), output.values.numpy(), after
 
