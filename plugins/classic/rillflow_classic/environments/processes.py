@@ -4,7 +4,7 @@
     actions ──────────────────────> actions      ───────────────────────> Lane.step, in turn
     b"step" ────────────────────────── socket ──────────────────────────> wakes
     results <────────────────────── observations, rewards, ... <───────── Lane.rows
-    done <──────────────────────────── socket ─────────────────────────── b"done", or a pickled error
+    done <──────────────────────────── socket ─────────────────────────── b"done", or an error as JSON
 
 A child imports no torch, so that it starts in a second. It ends with its parent, also after a kill -9 and
 while its environment hangs. A child that dies or hangs is replaced: its slots are truncated where they were,
@@ -13,9 +13,9 @@ and reset at the next step. The environments of the other children are not affec
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -27,6 +27,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from rillflow.errors import RillflowError
 from rillflow.workers.watchdog import end_with
 from rillflow_classic.environments.catalog import find, make_lane
 from rillflow_classic.environments.config import EnvironmentSettings
@@ -49,8 +50,9 @@ def serve(parent: int, index: int, descriptor: int, memory: int) -> None:
     end_with(parent)
     link = socket.socket(fileno=descriptor)
     try:
-        config, bounds = pickle.loads(link.recv(_MOST_BYTES))  # noqa: S301  of our own parent
-        entry, first, last = find(config), bounds[index], bounds[index + 1]
+        given, bounds = json.loads(link.recv(_MOST_BYTES))
+        config, first, last = EnvironmentSettings.model_validate(given), bounds[index], bounds[index + 1]
+        entry = find(config)
         lanes = [make_lane(config, entry) for _ in range(first, last)]
         kind = record_type(lanes[0], bounds[-1] * len(lanes[0].agents))
         record: Array = np.ndarray((), kind, mmap.mmap(memory, 0))
@@ -64,9 +66,9 @@ def serve(parent: int, index: int, descriptor: int, memory: int) -> None:
                 environment.begin(int(request))
             link.send(_DONE)
         environment.close()
-    except Exception as error:  # noqa: BLE001  the parent raises it
+    except RillflowError as error:  # the parent raises it
         with suppress(OSError):  # the parent has closed the socket
-            link.send(pickle.dumps(error))
+            link.send(json.dumps(error.args).encode())
 
 
 class ProcessEnvironment(InlineEnvironment):
@@ -78,8 +80,7 @@ class ProcessEnvironment(InlineEnvironment):
         num_lanes: number of environments.
 
     Raises:
-        ConfigError: an environment cannot be made.
-        EnvironmentFailure: a child does not start.
+        EnvironmentFailure: a child does not start, or cannot make its environments.
     """
 
     def __init__(self, config: EnvironmentSettings, probe: Lane, num_lanes: int) -> None:
@@ -97,7 +98,7 @@ class ProcessEnvironment(InlineEnvironment):
         self._every = range(count)
         self.children = [self._started(index) for index in self._every]
         """Process and socket of each child."""
-        self._task = pickle.dumps((config, self._bounds))
+        self._task = json.dumps((config.model_dump(mode="json"), self._bounds)).encode()
         self._called(self._task, self._every, START_S)
 
     def _started(self, index: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -134,7 +135,7 @@ class ProcessEnvironment(InlineEnvironment):
         """Send children a request and wait for all; replace those that were lost, and return them.
 
         Raises:
-            RillflowError: what an environment raised; or too many children were lost.
+            EnvironmentFailure: an environment raised; or too many children were lost.
         """
         for index in children:
             with suppress(ConnectionError):  # it has died, which its missing answer says
@@ -155,7 +156,7 @@ class ProcessEnvironment(InlineEnvironment):
             elif answer != _DONE:
                 failures.append(answer)
         for failure in failures:
-            raise pickle.loads(failure)  # noqa: S301  of our own child
+            raise EnvironmentFailure(*json.loads(failure))
         return lost
 
     def _replace(self, index: int, reason: str) -> None:
