@@ -32,7 +32,7 @@ class EnvironmentFailure(RillflowError):
     """An environment that raised, hung, died, or returned something wrong."""
 
 
-@dataclass(kw_only=True, slots=True)  # a frozen one takes 1.5 us more, a tenth of a step of 8 CartPoles
+@dataclass(kw_only=True, slots=True)  # a frozen one takes 1.5 us more to make, in every step
 class Stepped:
     """Result of one step of every slot. Arrays may be overwritten by the next step."""
 
