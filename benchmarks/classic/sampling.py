@@ -4,14 +4,16 @@
     inline       gymnasium slots one after the other, this process │
     processes    gymnasium slots in child processes                ├─ the same number of slots, rounds in turn
     envpool-raw  envpool.make(...).step                            │
-    envpool      the same pool behind Rillflow's interface ────────┘
+    envpool      the same pool behind Rillflow's interface         │
+    actor        the same pool, recorded in fragments of 32 steps ─┘
 
     python benchmarks/classic/sampling.py --write benchmarks/results/classic_sampling.md
     python benchmarks/classic/sampling.py --ids CartPole-v1 --slots 8 64 --rounds 5
 
 A round measures every form for 2 s (--seconds), in slices of 10 ms that take turns. A cell is the rate in the
 fastest tenth of a form's slices, which other work on the machine hardly slows down: the mean over rounds with
-its 95% interval. The last column is the ratio of the two. EnvPool has one thread (--threads).
+its 95% interval. The last two columns are ratios. EnvPool has one thread (--threads). Its three forms
+take turns on one pool: where the system puts a pool's thread changes its rate more than anything else.
 """
 
 from __future__ import annotations
@@ -28,19 +30,24 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-import envpool
 import gymnasium
 import measured_at
 import numpy as np
 
 from rillflow.formulas.interval import half_width
+from rillflow_classic.environments.catalog import find
 from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.envpool_adapter import EnvPoolEnvironment
 from rillflow_classic.environments.make import make_environment
+from rillflow_classic.policy import Acted
+from rillflow_classic.workers.actor import Actor
 
 NEEDS = ["envpool", "rillflow_classic"]
 SMALLEST = ["--ids CartPole-v1 --slots 2 --rounds 1 --seconds 0.02"]
 
-FORMS = ("serial", "inline", "processes", "envpool-raw", "envpool")
+FORMS = ("serial", "inline", "processes", "envpool-raw", "envpool", "actor")
+STEPS = 32
+"""Steps of an actor's fragment."""
 SLICE_S = 0.01
 IMAGES = ("Pong-v5",)
 """Ids that Gymnasium preprocesses with OpenCV, which is not needed elsewhere."""
@@ -59,8 +66,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="page to write")
     given = parser.parse_args()
     lines = [
-        f"| id | slots | {' | '.join(FORMS)} | envpool / envpool-raw |",
-        f"|---|---|{'---|' * (len(FORMS) + 1)}",
+        f"| id | slots | {' | '.join(FORMS)} | envpool / raw | actor / raw |",
+        f"|---|---|{'---|' * (len(FORMS) + 2)}",
     ]
     for id in given.ids:
         for slots in given.slots:
@@ -84,26 +91,26 @@ def _row(id: str, slots: int, given: argparse.Namespace) -> str:
         for name, values in rates.items():
             values.append(float(np.quantile(slices[name], 0.9)))
     cells = [_cell(rates[name]) if name in rates else "needs OpenCV" for name in FORMS]
-    ratio = np.mean(rates["envpool"]) / np.mean(rates["envpool-raw"])
-    return f"| {id} | {slots} | {' | '.join(cells)} | {ratio:.3f} |"
+    raw = np.mean(rates["envpool-raw"])
+    ratios = [f"{np.mean(rates[name]) / raw:.3f}" for name in ("envpool", "actor")]
+    return f"| {id} | {slots} | {' | '.join([*cells, *ratios])} |"
 
 
 def _rate(step: Callable[[], Any]) -> float:
     """Step for one slice; return the calls per second."""
     start, steps = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - start) < SLICE_S or not steps:
-        for _ in range(4):
-            step()
-        steps += 4
+        step()
+        steps += 1
     return steps / elapsed
 
 
 def _forms(id: str, slots: int, threads: int) -> dict[str, tuple[Callable[[], Any], int]]:
     """Return the step of every form by name, with its number of slots."""
     arguments = {"num_threads": threads}
-    pool = envpool.make(id, env_type="gymnasium", num_envs=slots, seed=1, **arguments)
-    pool.reset()
-    ours = make_environment(EnvironmentSettings(id=id, provider="envpool", arguments=arguments), slots)
+    settings = EnvironmentSettings(id=id, provider="envpool", arguments=arguments)
+    entry = find(settings)
+    ours = EnvPoolEnvironment(entry.name, settings, slots)
     actions = _actions(ours.action_space, slots)
     found: dict[str, tuple[Callable[[], Any], int]] = {}
     if id not in IMAGES:
@@ -112,9 +119,34 @@ def _forms(id: str, slots: int, threads: int) -> dict[str, tuple[Callable[[], An
         for run in ("inline", "processes"):
             made = make_environment(plain.model_copy(update={"run": run}), slots)
             found[run] = _cycled(made.step, actions), slots
-    found["envpool-raw"] = _cycled(pool.step, actions), slots
+    policy: Any = RandomPolicy(actions)
+    actor = Actor([ours], {"policy": policy}, STEPS)
+    actor.reset(0)
+    found["envpool-raw"] = _cycled(ours.pool.step, actions), slots
     found["envpool"] = _cycled(ours.step, actions), slots
+    found["actor"] = actor.sample, slots * STEPS
     return found
+
+
+class RandomPolicy:
+    """A policy that takes given actions in turn."""
+
+    version = 0
+
+    def __init__(self, actions: Sequence[Any]) -> None:
+        self._act = _cycled(lambda each: Acted(actions=each), actions)
+
+    def act(self, observations: Any, state: Any = None, *, greedy: bool = False) -> Acted:  # noqa: ARG002
+        """Return the next actions."""
+        acted: Acted = self._act()
+        return acted
+
+    def initial_state(self, num_slots: int) -> None:  # noqa: ARG002
+        """Return None."""
+        return
+
+    def seed(self, seed: int) -> None:
+        """Leave the actions as they are."""
 
 
 def _actions(space: Any, slots: int) -> list[Any]:

@@ -46,7 +46,7 @@ ADAPTERS = {
     "pettingzoo": (CLASSIC + "environments/",),
     "gymnasium": (CLASSIC,),
     "zmq": (CLASSIC + "streams/",),
-    "PIL": (CLASSIC + "video.py",),
+    "PIL": (CLASSIC + "evaluation.py",),
     "ot": ("plugins/merging/rillflow_merging/transport.py",),
     **{f"rillflow_{name}": (f"plugins/{name}/",) for name in SHIPPED},
 }

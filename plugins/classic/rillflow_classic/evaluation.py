@@ -1,6 +1,7 @@
-"""Evaluation: whole episodes of one version of the weights, with the most likely actions.
+"""Evaluation: whole episodes of one version of the weights, with the most likely actions; one as a video.
 
-    environments ── a quota of episodes for each slot ──> returns ─> mean with its 95% interval
+    Actor with GreedyPolicy ─┬─ a quota of episodes for each slot ──> returns ─> mean with its 95% interval
+                             └─ environment.render, one episode ──> WebP ─> RUN/media/NAME.webp
 
 Every slot plays equally many episodes: if the first episodes to end counted, short ones would be
 overrepresented.
@@ -8,20 +9,33 @@ overrepresented.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from PIL import Image
 
 from rillflow.formulas.interval import mean_interval
+from rillflow.runs import durable, layout
 from rillflow.runs.reader import Evaluation
 from rillflow_classic.environments.vector import VectorEnvironment
-from rillflow_classic.fragment import Array, FinishedEpisode
-from rillflow_classic.policy import ActorPolicy
-from rillflow_classic.workers.actor import restarted, routed
+from rillflow_classic.fragment import Array, FinishedEpisode, Fragment
+from rillflow_classic.policy import Acted, ActorPolicy, Weights
+from rillflow_classic.workers.actor import Actor
 
 MOST_SLOTS = 16
 """Most environments that play at the same time."""
+MOST_STEPS = 1000
+"""Longest filmed part of an episode."""
+MOST_FRAMES = 200
+"""Frames of a video; a longer episode is shown faster."""
+WIDTH = 320
+"""Largest width in pixels."""
+FRAME_MS = 40
+"""Milliseconds that a frame is shown."""
 
 
 def num_slots(episodes: int) -> int:
@@ -29,67 +43,70 @@ def num_slots(episodes: int) -> int:
     return max(count for count in range(1, MOST_SLOTS + 1) if episodes % count == 0)
 
 
-class GreedyPlayer:
-    """Environments whose agents take the most likely actions of policies that do not change meanwhile.
+class GreedyPolicy:
+    """The most likely actions of a policy that does not change meanwhile.
+
+    Args:
+        policy: the policy.
+    """
+
+    def __init__(self, policy: ActorPolicy) -> None:
+        self._policy, self.version = policy, policy.version
+
+    def act(self, observations: Array, state: Array | None = None, *, greedy: bool = True) -> Acted:  # noqa: ARG002
+        """See ActorPolicy."""
+        assert self._policy.version == self.version, "one version plays a whole evaluation"
+        return self._policy.act(observations, state, greedy=True)
+
+    def initial_state(self, num_slots: int) -> Array | None:
+        """See ActorPolicy."""
+        return self._policy.initial_state(num_slots)
+
+    def seed(self, seed: int) -> None:
+        """Leave the policy's random numbers as they are: greedy actions need none."""
+
+    def load(self, version: int, weights: Weights) -> None:  # noqa: ARG002
+        """Raise AssertionError."""
+        raise AssertionError("one version plays a whole evaluation")
+
+
+def greedy_actor(
+    environment: VectorEnvironment,
+    policies: Mapping[str, ActorPolicy],
+    routes: Mapping[str, str] | None,
+    seed: int,
+    steps: int = 16,
+) -> Actor:
+    """Return an actor whose policies take their most likely actions.
 
     Args:
         environment: its slots play.
         policies: policies by name.
         routes: policy by regular expression of its agents; None for one policy.
         seed: seed of the episodes.
+        steps: steps between two looks at the episodes that have ended.
     """
-
-    def __init__(
-        self,
-        environment: VectorEnvironment,
-        policies: Mapping[str, ActorPolicy],
-        routes: Mapping[str, str] | None,
-        seed: int,
-    ) -> None:
-        self._environment, self._policies = environment, policies
-        self.num_slots = environment.num_slots
-        """Number of slots that play."""
-        only = next(iter(policies))
-        names = np.array([routed(agent, routes) if routes else only for agent in environment.agents])
-        groups = {name: np.flatnonzero(names == name) for name in policies}
-        self._groups = {name: slots for name, slots in groups.items() if len(slots)}
-        self._states = {name: policies[name].initial_state(len(each)) for name, each in self._groups.items()}
-        self._versions = {name: policies[name].version for name in self._groups}
-        self._observations = environment.reset(seed)
-        self.ended: Array = np.zeros(environment.num_slots, np.bool_)
-        """[N] whether an episode ended in the last step."""
-
-    def step(self) -> Sequence[FinishedEpisode]:
-        """Step every slot; return the episodes that ended."""
-        actions: Array | None = None
-        for name, slots in self._groups.items():
-            policy = self._policies[name]
-            assert policy.version == self._versions[name], "one version plays a whole evaluation"
-            acted = policy.act(self._observations[slots], self._states[name], greedy=True)
-            if actions is None:
-                shape = (self._environment.num_slots, *acted.actions.shape[1:])
-                actions = np.zeros(shape, acted.actions.dtype)
-            actions[slots] = acted.actions
-            if acted.state is not None:  # a slot whose episode ended resets in this step
-                fresh = policy.initial_state(len(slots))
-                self._states[name] = restarted(acted.state, fresh, self.ended[slots])
-        assert actions is not None, "every environment has an agent"
-        stepped = self._environment.step(actions)
-        self._observations, self.ended = (
-            stepped.observations,
-            np.logical_or(stepped.terminated, stepped.truncated),
-        )
-        return stepped.episodes
+    actor = Actor([environment], {n: GreedyPolicy(p) for n, p in policies.items()}, steps, routes=routes)
+    actor.reset(seed)
+    return actor
 
 
-def play(player: GreedyPlayer, num_slots: int, episodes: int) -> list[FinishedEpisode]:
+def sampled(actor: Actor) -> Iterable[Fragment]:
+    """Return the next fragment of every policy."""
+    found = actor.sample()
+    return [found] if isinstance(found, Fragment) else found.values()
+
+
+def play(actor: Actor, num_slots: int, episodes: int) -> list[FinishedEpisode]:
     """Return the first ``episodes`` whole episodes of every slot."""
-    left, played = [episodes] * num_slots, list[FinishedEpisode]()
-    while any(left):
-        for episode in player.step():
-            if left[episode.slot]:
-                left[episode.slot] -= 1
-                played.append(episode)
+    counts, played = Counter[tuple[str, int]](), list[FinishedEpisode]()
+    while len(played) < num_slots * episodes:
+        for fragment in sampled(actor):
+            for episode in fragment.episodes:
+                key = fragment.policy, episode.slot
+                counts[key] += 1
+                if counts[key] <= episodes:
+                    played.append(episode)
     return played
 
 
@@ -101,16 +118,53 @@ def judged_episodes(played: Sequence[FinishedEpisode], success: float | None) ->
         success: smallest return of a successful one; None counts none.
     """
     returns = [each.total_reward for each in played]
+    least, most = min(returns), max(returns)
     return Evaluation(
         count=len(played),
         mean_reward=fmean(returns),
         correct=None if success is None else sum(each >= success for each in returns),
         is_accuracy=False,
         is_return=True,
-        interval=mean_interval(returns) or ((returns[0], returns[0]) if len(returns) > 1 else None),
-        more={
-            "length_mean": fmean(each.length for each in played),
-            "return_min": min(returns),
-            "return_max": max(returns),
-        },
+        interval=mean_interval(returns) or ((least, most) if len(returns) > 1 else None),
+        more={"length_mean": fmean(each.length for each in played), "return_min": least, "return_max": most},
     )
+
+
+def record_video(actor: Actor, environment: VectorEnvironment, run: Path, name: str) -> Path | None:
+    """Film an episode into the run directory; None if the environment shows nothing.
+
+    Args:
+        actor: plays in the environment, one step in each fragment, from the start of an episode.
+        environment: one environment that can render.
+        run: the run directory.
+        name: name of the file, without its end.
+
+    Raises:
+        RunDirectoryError: the file cannot be written.
+    """
+    frames, is_over = list[Array](), False
+    while (frame := environment.render(0)) is not None and len(frames) < MOST_STEPS:
+        frames.append(frame)
+        if is_over:
+            break
+        is_over = all(fragment.ended.all() for fragment in sampled(actor))
+    if not frames:
+        return None
+    file = run / layout.MEDIA / f"{name}.webp"
+    with durable.writing(file):
+        file.parent.mkdir(exist_ok=True)
+    durable.replace(file, [animated(frames)])
+    return file
+
+
+def animated(frames: Sequence[Array]) -> bytes:
+    """Return frames [H, W, 3] uint8 as an animated WebP, with at most ``MOST_FRAMES`` of them."""
+    every = -(-len(frames) // MOST_FRAMES)
+    pictures = [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames[::every]]
+    width, height = pictures[0].size
+    if width > WIDTH:
+        pictures = [each.resize((WIDTH, height * WIDTH // width)) for each in pictures]
+    data = io.BytesIO()
+    first, *rest = pictures
+    first.save(data, "WEBP", save_all=True, append_images=rest, duration=FRAME_MS, loop=0, quality=60)
+    return data.getvalue()

@@ -57,47 +57,9 @@ def gae(
     Raises:
         FormulaError: shapes differ.
     """
-    _aligned("gae", rewards, values, terminated=terminated, truncated=truncated, valid=valid)
+    _aligned("gae", values, rewards=rewards, terminated=terminated, truncated=truncated, valid=valid)
     deltas = torch.where(valid, _errors(rewards, values, terminated, gamma), 0.0)
     return _accumulated(deltas, (gamma * lam) * _goes_on(values, terminated, truncated, valid))
-
-
-def n_step_returns(
-    rewards: Tensor,
-    values: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    valid: Tensor,
-    *,
-    gamma: float,
-    n: int,
-) -> Tensor:
-    """Return [T, N], returns of n steps and the value after them (Sutton and Barto 2018, equation 7.1).
-
-    G(t) = sum over i < n of gamma^i r(t + i) + gamma^n V(t + n); an episode's end and the fragment's end
-    come first where they are nearer.
-
-    Args:
-        rewards: [T, N].
-        values: [T + 1, N].
-        terminated: [T, N] bool.
-        truncated: [T, N] bool.
-        valid: [T, N] bool.
-        gamma: discount.
-        n: number of steps, at least 1.
-
-    Raises:
-        FormulaError: shapes differ, or n is smaller than 1.
-    """
-    _aligned("n_step_returns", rewards, values, terminated=terminated, truncated=truncated, valid=valid)
-    if n < 1:
-        raise FormulaError(f"n_step_returns: n is {n}", why="a return has at least one step")
-    one_step = rewards + gamma * torch.where(terminated, 0.0, values[1:])
-    returns = one_step
-    for _ in range(min(n, len(rewards)) - 1):
-        later = torch.cat([returns[1:], values[-1:]])
-        returns = torch.where(terminated | truncated, one_step, rewards + gamma * later)
-    return torch.where(valid, returns, 0.0)
 
 
 def v_trace(
@@ -138,16 +100,8 @@ def v_trace(
     Raises:
         FormulaError: shapes differ.
     """
-    _aligned(
-        "v_trace",
-        rewards,
-        values,
-        logprobs=logprobs,
-        acted_logprobs=acted_logprobs,
-        terminated=terminated,
-        truncated=truncated,
-        valid=valid,
-    )
+    _aligned("v_trace", values, rewards=rewards, terminated=terminated, truncated=truncated, valid=valid)
+    _aligned("v_trace", values, logprobs=logprobs, acted_logprobs=acted_logprobs)
     ratios = torch.exp(logprobs - acted_logprobs)
     rho, c = ratios.clamp(max=clip_rho), lam * ratios.clamp(max=clip_c)
     deltas = torch.where(valid, rho * _errors(rewards, values, terminated, gamma), 0.0)
@@ -158,19 +112,6 @@ def v_trace(
     return Corrected(targets=targets, advantages=torch.where(valid, advantages, 0.0))
 
 
-def normalised(advantages: Tensor, valid: Tensor) -> Tensor:
-    """Return advantages with mean 0 and deviation 1 over the valid rows; 0 in the others.
-
-    (A - mean) / (std + 1e-8), with the deviation of the population, so that parts can be summed over ranks.
-
-    Raises:
-        FormulaError: shapes differ.
-    """
-    if advantages.shape != valid.shape:
-        raise FormulaError(f"normalised: valid has shape {list(valid.shape)}, not {list(advantages.shape)}")
-    return scaled(advantages, valid, moments(advantages, valid))
-
-
 def moments(advantages: Tensor, valid: Tensor) -> Tensor:
     """Return [3]: number, sum and sum of squares of valid advantages, which add up over ranks."""
     kept = torch.where(valid, advantages, 0.0).double()
@@ -178,7 +119,10 @@ def moments(advantages: Tensor, valid: Tensor) -> Tensor:
 
 
 def scaled(advantages: Tensor, valid: Tensor, total: Tensor) -> Tensor:
-    """Return ``normalised`` advantages with the moments of all ranks."""
+    """Return advantages with mean 0 and deviation 1 over the valid rows of all ranks; 0 in the others.
+
+    (A - mean) / (std + 1e-8), with the deviation of the population; ``total`` sums the ranks' moments.
+    """
     count, sum_, squares = total.tolist()
     mean = sum_ / max(count, 1.0)
     deviation = max(squares / max(count, 1.0) - mean * mean, 0.0) ** 0.5
@@ -205,20 +149,13 @@ def _accumulated(deltas: Tensor, decays: Tensor) -> Tensor:
     return result
 
 
-def _aligned(formula: str, rewards: Tensor, values: Tensor, **others: Tensor) -> None:
-    """Refuse rewards that are not [T, N], values that are not [T + 1, N], and others that are not [T, N]."""
-    if rewards.dim() != 2:
-        raise FormulaError(f"{formula}: rewards have shape {list(rewards.shape)}, not [T, N]")
-    expected = (rewards.shape[0] + 1, rewards.shape[1])
-    if tuple(values.shape) != expected:
-        raise FormulaError(
-            f"{formula}: values have shape {list(values.shape)}, not {list(expected)}",
-            why="they have a row more than the rewards: the value after the last step",
-        )
-    for name, tensor in others.items():
-        if tensor.shape != rewards.shape:
+def _aligned(formula: str, values: Tensor, **steps: Tensor) -> None:
+    """Refuse tensors that are not [T, N], for values [T + 1, N]."""
+    for name, tensor in steps.items():
+        if tensor.dim() != 2 or values.shape != (len(tensor) + 1, tensor.shape[1]):
             raise FormulaError(
-                f"{formula}: {name} has shape {list(tensor.shape)}, and rewards {list(rewards.shape)}"
+                f"{formula}: {name} has shape {list(tensor.shape)}, and values {list(values.shape)}",
+                why="a step has one row, and values have a row more: the value after the last step",
             )
 
 

@@ -13,7 +13,7 @@ Legend: T steps, N slots, A action dimensions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -80,17 +80,14 @@ def joined(fragments: Sequence[Fragment]) -> Fragment:
     if len(fragments) == 1:
         return first
     names = ("observations", "actions", "rewards", "terminated", "truncated", "valid")
-    arrays = {name: np.concatenate([getattr(each, name) for each in fragments], axis=1) for name in names}
-    outputs = {
-        name: np.concatenate([each.outputs[name] for each in fragments], axis=1) for name in first.outputs
-    }
+    arrays: dict[str, Any] = {n: np.concatenate([getattr(each, n) for each in fragments], 1) for n in names}
+    outputs = {n: np.concatenate([each.outputs[n] for each in fragments], axis=1) for n in first.outputs}
     states = [each.state for each in fragments if each.state is not None]
-    return Fragment(
+    return replace(
+        first,
         **arrays,
         outputs=outputs,
         state=np.concatenate(states) if states else None,
         versions=np.minimum.reduce([each.versions for each in fragments]),
         episodes=tuple(episode for each in fragments for episode in each.episodes),
-        policy=first.policy,
-        actor=first.actor,
     )

@@ -33,7 +33,7 @@ from rillflow_classic.networks.acting import NetworkPolicy, weights_of
 from rillflow_classic.networks.build import build_network
 from rillflow_classic.networks.distributions import Floats
 from rillflow_classic.networks.flat import flattened, views
-from rillflow_classic.networks.passes import ForwardPass, NumpyMLP, TorchPass
+from rillflow_classic.networks.passes import ForwardPass, NumpyMLP, torch_pass
 from rillflow_classic.policy import ActorPolicy, Weights
 
 TERMS = ("policy loss", "value loss", "entropy", "KL divergence", "clipped share")
@@ -311,12 +311,12 @@ class OnPolicyLearner:
             actions, columns = (each.flatten(0, 1)[part].numpy() for each in fields)
             if self._mlp is not None:
                 return self._mlp.forward(observations.numpy()[part.numpy()]), actions, columns
-            return TorchPass(self.network(observations[part]), self._gradient), actions, columns
+            return torch_pass(self.network(observations[part]), self._gradient), actions, columns
         kept = experience.valid[:, part].flatten()
         starts, state = experience.starts[:, part], experience.state[part]
         output = self.network.unroll(experience.observations[:, part], state, starts)
         actions, columns = (each[:, part].flatten(0, 1)[kept].numpy() for each in fields)
-        return TorchPass(output, self._gradient, kept), actions, columns
+        return torch_pass(output, self._gradient, kept), actions, columns
 
     def _step(self, terms: Tensor | None = None) -> float:
         """Sum the gradient over ranks, scale it down, and step. Returns its norm before.

@@ -37,10 +37,10 @@ from rillflow_classic.build import Parts, open_system
 from rillflow_classic.checkpointed import seed_of
 from rillflow_classic.environments.make import make_environment, make_video_environment
 from rillflow_classic.environments.vector import VectorEnvironment
-from rillflow_classic.evaluation import GreedyPlayer, judged_episodes, num_slots, play
+from rillflow_classic.evaluation import greedy_actor, judged_episodes, num_slots, play, record_video
 from rillflow_classic.operators.context import PlanContext
 from rillflow_classic.running_plan import RunningPlan
-from rillflow_classic.video import record_video
+from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.population import PopulationSystem, open_population
 
 if TYPE_CHECKING:
@@ -166,8 +166,9 @@ class ClassicLoop:
         if not episodes or step in self._evaluated:
             return
         slots = num_slots(episodes)
-        with self._player(make_environment(self._parts.environment, slots, seed=seed), seed) as player:
-            played = play(player, player.num_slots, episodes // slots)
+        environment = make_environment(self._parts.environment, slots, seed=seed)
+        with self._player(environment, seed) as player:
+            played = play(player, environment.num_slots, episodes // slots)
         found = judged_episodes(played, self._evaluation.success)
         self._directory.log_evaluation(step, found)
         self._evaluated.add(step)
@@ -176,19 +177,19 @@ class ClassicLoop:
     def _record(self, step: int) -> None:
         seed = seed_of(self._seed, step, EVALUATED)
         environment = make_video_environment(self._parts.environment, seed=seed)
-        with self._player(environment, seed) as player:
+        with self._player(environment, seed, steps=1) as player:
             file = record_video(player, environment, self._directory.path, f"episode-after-step-{step}")
         if file is None:
             self._run.progress.note(f"{self._recipe.environment.id} shows no pictures, so there is no video")
 
     @contextmanager
-    def _player(self, environment: VectorEnvironment, seed: int) -> Iterator[GreedyPlayer]:
+    def _player(self, environment: VectorEnvironment, seed: int, steps: int = 16) -> Iterator[Actor]:
         """Yield a player of the present weights in an environment, which it closes."""
         try:
             if self._plan.statistics is not None:
                 environment.restore(self._plan.statistics.newest(), frozen=True)
             policies = {name: learner.policy for name, learner in self._plan.learners.items()}
-            yield GreedyPlayer(environment, policies, self._parts.routes, seed)
+            yield greedy_actor(environment, policies, self._parts.routes, seed, steps)
         finally:
             environment.close()
 

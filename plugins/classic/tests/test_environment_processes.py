@@ -30,7 +30,7 @@ def config(id: str = "CartPole-v1", run: str = "processes", **settings: Any) -> 
 
 
 def processes(environment: Any) -> list[int]:
-    return [rank.process.pid for rank in environment._backend._ranks.values()]
+    return [process.pid for process, _ in environment.children]
 
 
 def rows(environment: VectorEnvironment, steps: int, highest: int = 2) -> list[Array]:
@@ -133,7 +133,7 @@ def test_children_end_with_their_parent_even_if_an_environment_hangs(tmp_path: P
         "step_timeout_s=600.0,\n"
         "    arguments={'fault': 'spins', 'at': 1})\n"
         "environment = make_environment(settings, 2)\n"
-        "print(*[each.process.pid for each in environment._backend._ranks.values()], flush=True)\n"
+        "print(*[process.pid for process, _ in environment.children], flush=True)\n"
         "environment.step(np.zeros(2, np.int64))\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -11,10 +11,17 @@ from gymnasium import spaces
 from PIL import Image
 
 from rillflow_classic.environments.vector import Stepped
-from rillflow_classic.evaluation import GreedyPlayer, judged_episodes, num_slots, play
+from rillflow_classic.evaluation import (
+    MOST_FRAMES,
+    greedy_actor,
+    judged_episodes,
+    num_slots,
+    play,
+    record_video,
+)
 from rillflow_classic.fragment import FinishedEpisode
 from rillflow_classic.policy import Acted
-from rillflow_classic.video import MOST_FRAMES, record_video
+from rillflow_classic.workers.actor import Actor
 
 
 class UnequalEnvironment:
@@ -65,14 +72,14 @@ class CountingPolicy:
         return np.zeros((num_slots, 1), np.float32)
 
 
-def player(slots: int) -> tuple[GreedyPlayer, UnequalEnvironment, CountingPolicy]:
+def player(slots: int, steps: int = 1) -> tuple[Actor, UnequalEnvironment, CountingPolicy]:
     environment, policy = UnequalEnvironment(slots), CountingPolicy()
-    made: Any = GreedyPlayer(environment, {"policy": policy}, None, seed=0)  # type: ignore[arg-type, dict-item]
+    made = greedy_actor(environment, {"policy": policy}, None, 0, steps)  # type: ignore[arg-type, dict-item]
     return made, environment, policy
 
 
 def test_short_episodes_count_no_more_than_long_ones() -> None:
-    made, environment, _ = player(3)
+    made, environment, _ = player(3, steps=4)
     played = play(made, environment.num_slots, 2)
     assert sorted(each.total_reward for each in played) == [1, 1, 2, 2, 3, 3]
     found = judged_episodes(played, success=2.0)
@@ -84,7 +91,7 @@ def test_short_episodes_count_no_more_than_long_ones() -> None:
 def test_a_recurrent_state_begins_anew_with_every_episode() -> None:
     made, environment, _ = player(2)
     for _ in range(6):
-        made.step()
+        made.sample()
     # slot 0: a step, a reset, a step, ...; the state counts on through the reset and is then fresh
     assert [int(each[0]) for each in environment.actions] == [0, 1, 0, 1, 0, 1]
     assert [int(each[1]) for each in environment.actions] == [0, 1, 2, 0, 1, 2]
@@ -92,10 +99,10 @@ def test_a_recurrent_state_begins_anew_with_every_episode() -> None:
 
 def test_two_versions_never_play_one_evaluation() -> None:
     made, _, policy = player(2)
-    made.step()
+    made.sample()
     policy.version = 4
     with pytest.raises(AssertionError, match="one version"):
-        made.step()
+        made.sample()
 
 
 @pytest.mark.parametrize(("episodes", "slots"), [(1, 1), (20, 10), (16, 16), (17, 1), (100, 10)])
@@ -111,6 +118,6 @@ def test_a_video_is_one_episode_with_few_frames(tmp_path: Path) -> None:
         assert picture.n_frames == 2  # type: ignore[attr-defined]
     longer = UnequalEnvironment(1)
     longer.limit = 900
-    long: Any = GreedyPlayer(longer, {"policy": CountingPolicy()}, None, seed=0)  # type: ignore[arg-type, dict-item]
+    long = greedy_actor(longer, {"policy": CountingPolicy()}, None, 0, steps=1)  # type: ignore[arg-type, dict-item]
     with Image.open(record_video(long, longer, tmp_path, "long")) as picture:  # type: ignore[arg-type]
         assert picture.n_frames <= MOST_FRAMES  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rillflow.errors import FormulaError
-from rillflow_classic.formulas import gae, n_step_returns, normalised, v_trace
+from rillflow_classic.formulas import gae, moments, scaled, v_trace
 
 GAMMA = 0.9
 
@@ -66,6 +66,16 @@ def episode_return(given: Steps, t: int, slot: int) -> float:
     return total + discount * float(given.values[t, slot])
 
 
+def n_step_returns(given: Steps, n: int) -> Tensor:
+    """G(t) of Sutton and Barto (2018), equation 7.1, up to the end of the episode or the fragment."""
+    one_step = given.rewards + GAMMA * torch.where(given.terminated, 0.0, given.values[1:])
+    returns = one_step
+    for _ in range(n - 1):
+        later = torch.cat([returns[1:], given.values[-1:]])
+        returns = torch.where(given.terminated | given.truncated, one_step, given.rewards + GAMMA * later)
+    return returns
+
+
 seeds = st.integers(0, 10_000)
 
 
@@ -84,7 +94,7 @@ def test_gae_with_lambda_1_is_the_return_less_the_value(seed: int) -> None:
 @given(seed=seeds)
 def test_gae_with_lambda_0_is_the_one_step_error(seed: int) -> None:
     given_ = steps(seed)
-    expected = n_step_returns(*given_.arguments, gamma=GAMMA, n=1) - given_.values[:-1]
+    expected = n_step_returns(given_, 1) - given_.values[:-1]
     advantages = gae(*given_.arguments, gamma=GAMMA, lam=0.0)
     torch.testing.assert_close(advantages[given_.valid], expected[given_.valid])
 
@@ -93,7 +103,7 @@ def test_gae_with_lambda_0_is_the_one_step_error(seed: int) -> None:
 @given(seed=seeds, lam=st.floats(0, 1))
 def test_gae_is_the_weighted_mean_of_n_step_returns(seed: int, lam: float) -> None:
     given_ = steps(seed)
-    returns = [n_step_returns(*given_.arguments, gamma=GAMMA, n=n) for n in range(1, 13)]
+    returns = [n_step_returns(given_, n) for n in range(1, 13)]
     weights = [(1 - lam) * lam**index for index in range(11)]
     mixed = sum(weight * each for weight, each in zip([*weights, lam**11], returns, strict=True))
     advantages = gae(*given_.arguments, gamma=GAMMA, lam=lam)
@@ -131,7 +141,7 @@ def test_v_trace_on_policy_is_gae_with_lambda_1(seed: int) -> None:
     corrected = v_trace(logprobs, logprobs, *given_.arguments, gamma=GAMMA)
     advantages = gae(*given_.arguments, gamma=GAMMA, lam=1.0)
     torch.testing.assert_close(corrected.advantages, advantages)
-    returns = n_step_returns(*given_.arguments, gamma=GAMMA, n=12)
+    returns = n_step_returns(given_, 12)
     torch.testing.assert_close(corrected.targets[given_.valid], returns[given_.valid])
 
 
@@ -162,22 +172,22 @@ def test_normalised_advantages_ignore_rows_that_reset() -> None:
     random = torch.Generator().manual_seed(0)
     advantages = torch.randn(20, 4, generator=random) * 3 + 5
     valid = torch.rand(20, 4, generator=random) < 0.7
-    result = normalised(torch.where(valid, advantages, 1e6), valid)
+    advantages = torch.where(valid, advantages, 1e6)
+    result = scaled(advantages, valid, moments(advantages, valid))
     assert float(result[valid].mean()) == pytest.approx(0, abs=1e-6)
     assert float(result[valid].std(correction=0)) == pytest.approx(1, abs=1e-6)
     assert not result[~valid].any()
 
 
 def test_equal_advantages_become_zero() -> None:
-    result = normalised(torch.full((3, 2), 0.25), torch.ones(3, 2, dtype=torch.bool))
+    advantages, valid = torch.full((3, 2), 0.25), torch.ones(3, 2, dtype=torch.bool)
+    result = scaled(advantages, valid, moments(advantages, valid))
     assert not result.any()
 
 
 def test_wrong_shapes_are_named() -> None:
     given_ = steps(0)
-    with pytest.raises(FormulaError, match=r"values have shape \[12, 3\], not \[13, 3\]"):
+    with pytest.raises(FormulaError, match=r"rewards has shape \[12, 3\], and values \[12, 3\]"):
         gae(given_.rewards, given_.values[1:], *given_.arguments[2:], gamma=GAMMA, lam=1)
     with pytest.raises(FormulaError, match=r"valid has shape \[12\]"):
         gae(*given_.arguments[:-1], given_.valid[:, 0], gamma=GAMMA, lam=1)
-    with pytest.raises(FormulaError, match="n is 0"):
-        n_step_returns(*given_.arguments, gamma=GAMMA, n=0)

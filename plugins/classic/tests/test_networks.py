@@ -96,7 +96,7 @@ def test_channels_may_come_last() -> None:
 
 def test_actions_follow_their_probabilities() -> None:
     parameters = torch.log(torch.tensor([0.1, 0.2, 0.7])).expand(20_000, 3)
-    actions, logprobs = CategoricalActions(3).sample(parameters.numpy(), np.random.default_rng(0))
+    actions, logprobs = CategoricalActions(3).draw(parameters.numpy(), np.random.default_rng(0))
     shares = np.bincount(actions, minlength=3) / len(actions)
     np.testing.assert_allclose(shares, [0.1, 0.2, 0.7], atol=0.02)  # 5 standard errors
     np.testing.assert_allclose(np.exp(logprobs), np.array([0.1, 0.2, 0.7])[actions], rtol=1e-5)
@@ -106,11 +106,7 @@ def test_actions_follow_their_probabilities() -> None:
 def test_gaussian_actions_match_torch(greedy: bool) -> None:
     gaussian, parameters = GaussianActions(2), torch.tensor([[1.0, -1.0, 0.5, -0.5]]).expand(20_000, 4)
     reference = torch.distributions.Normal(parameters[:, :2], parameters[:, 2:].exp())
-    actions, logprobs = (
-        gaussian.mode(parameters.numpy())
-        if greedy
-        else gaussian.sample(parameters.numpy(), np.random.default_rng(0))
-    )
+    actions, logprobs = gaussian.draw(parameters.numpy(), None if greedy else np.random.default_rng(0))
     expected = reference.log_prob(torch.from_numpy(actions)).sum(1)
     np.testing.assert_allclose(logprobs, expected, atol=1e-4)
     evaluated, entropy = gaussian.evaluate(parameters, torch.from_numpy(actions))
@@ -222,7 +218,7 @@ def test_an_lstm_unrolled_is_the_lstm_stepped() -> None:
             TWO,
             r"frames of shape \[10, 10, 4\] are too small",
         ),
-        ("mlp", spaces.Dict({"a": VECTOR}), TWO, "does not fit an mlp"),
+        ("mlp", spaces.Dict({"a": VECTOR}), TWO, "the observations of a network are Dict"),
         ("auto", VECTOR, spaces.MultiBinary(3), r"action space MultiBinary\(3\) has no distribution"),
         ("auto", VECTOR, spaces.Box(-1, 1, (2, 2), np.float32), r"action space Box.*\(2, 2\)"),
     ],

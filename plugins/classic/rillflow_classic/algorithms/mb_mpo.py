@@ -26,7 +26,7 @@ from rillflow.errors import ConfigError, TrainingError
 from rillflow.records.metrics import Mean, Metrics, merge_metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
 from rillflow_classic.algorithms.maml import MamlConfig, MamlLearner, send_tasks
-from rillflow_classic.environments.vector import SlotsBase, Stepped
+from rillflow_classic.environments.vector import Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.ensemble import EnsembleMLP
 from rillflow_classic.off_policy import ReplayMaker
@@ -101,7 +101,7 @@ class Models:
         return torch.from_numpy(np.c_[observations, actions.clip(self.low, self.high)])
 
 
-class ImaginedEnvironment(SlotsBase):
+class ImaginedEnvironment(VectorEnvironment):
     """A vector environment made of models: each steps an equal part of the slots.
 
     Args:
@@ -116,21 +116,19 @@ class ImaginedEnvironment(SlotsBase):
         self._models, self._horizon = models, horizon
         self._observations = models.starts[:0]
 
-    def reset(self, seed: int) -> Array:
+    def begin(self, seed: int) -> Array:
         """Begin every episode at a real observation."""
         starts = self._models.starts
         chosen = np.random.default_rng(seed).integers(len(starts), size=self.num_slots)
-        self._begun()
         self._observations = starts[chosen]
         return self._observations
 
-    def step(self, actions: Array) -> Stepped:
+    def advance(self, actions: Array) -> Stepped:
         """Step every slot; all episodes are truncated at the horizon, and then ``reset`` comes."""
         self._observations, rewards = self._models.predict(self._observations, actions)
         truncated = self._steps - self._starts >= self._horizon - 1
-        return self._stepped(
-            self._observations, rewards, np.zeros_like(truncated), truncated, ended=truncated
-        )
+        ends: dict[str, Any] = {"terminated": np.zeros_like(truncated), "truncated": truncated}
+        return Stepped(observations=self._observations, rewards=rewards, **ends)
 
 
 class MbMpoLearner(MamlLearner):

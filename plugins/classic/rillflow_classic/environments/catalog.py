@@ -1,7 +1,7 @@
 """Catalog: what an environment's id names, and who provides it.
 
 "CartPole-v1", "Pong-v5" ─────────> EnvPool, or Gymnasium where EnvPool lacks it or the recipe says so
-"MultiAgentCartPole-v0" ──────────> an environment of this package
+"MultiAgentCartPole-v0" ──────────> a class of this package
 "game.py:Game", "package:Class" ──> a class: gymnasium.Env, or PettingZoo's parallel form
 """
 
@@ -25,7 +25,7 @@ from rillflow.errors import ConfigError, RewardError, nearest
 from rillflow.rewards.function import parse_function
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.envpool_adapter import envpool_ids
-from rillflow_classic.environments.lanes import GymnasiumLane, Lane, ParallelLane
+from rillflow_classic.environments.lanes import Lane
 
 SHIPPED = {
     "MultiAgentCartPole-v0": "rillflow_classic.environments.multi_agent_cartpole:MultiAgentCartPole",
@@ -41,9 +41,9 @@ class CatalogEntry:
     """An environment that a provider has."""
 
     provider: str
-    """``gymnasium``, ``envpool`` or ``parallel``."""
+    """``gymnasium``, ``envpool``, or ``class``."""
     name: str
-    """The provider's id."""
+    """The provider's id, or the name of the class."""
     make: Callable[..., Any] | None = None
     """Class or function that makes it; None for an id."""
 
@@ -72,27 +72,25 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
     module, _, name = SHIPPED.get(config.id, config.id).rpartition(":")
     names = _imported(config, module) if module else {}  # "package:Id-v0": the package registers its ids
     if module and name.isidentifier() and config.provider != "envpool":
-        make = names.get(name)
-        if not callable(make):
+        if not callable(make := names.get(name)):
             classes = [each for each, value in names.items() if inspect.isclass(value)]
             what, why = f"environment.id is {config.id!r}", f"{module} has no class {name!r}"
             raise ConfigError(what, why=why, fix=nearest(name, classes))
-        is_single = inspect.isclass(make) and issubclass(make, gymnasium.Env)
-        found = {"auto": "gymnasium" if is_single else "parallel"}
-        return CatalogEntry(provider=found.get(config.provider, config.provider), name=name, make=make)
-    pools = envpool_ids() if config.provider in ("auto", "envpool") and not module else frozenset()
-    ids = gymnasium_ids() if config.provider in ("auto", "gymnasium") else frozenset()
+        return CatalogEntry(provider="class", name=name, make=make)
+    known = {}
+    if config.provider != "envpool":
+        known = dict.fromkeys((*SHIPPED, *gymnasium_ids()), "gymnasium")
+    if config.provider != "gymnasium" and not module:
+        known |= dict.fromkeys(envpool_ids(), "envpool")
     plain = name.removeprefix(ATARI)
-    if plain in pools:
-        return CatalogEntry(provider="envpool", name=plain)
-    if there := [each for each in (name, ATARI + plain) if each in ids]:
-        return CatalogEntry(provider="gymnasium", name=there[0])
-    shipped = SHIPPED if config.provider in ("auto", "parallel") else ()
-    spelled = {each.lower(): each for each in (*shipped, *pools, *ids)}
+    for each in (plain, name, ATARI + plain):
+        if each in known:
+            return CatalogEntry(provider=known[each], name=each)
+    spelled = {each.lower(): each for each in known}
     close = difflib.get_close_matches(config.id.lower(), spelled, n=1)
     raise ConfigError(
         f"environment.id is {config.id!r}",
-        why=f"environment.provider is {config.provider!r}, which has {len(spelled)} ids and not this one",
+        why=f"environment.provider is {config.provider!r}, which has {len(known)} ids and not this one",
         fix=f"did you mean {spelled[close[0]]!r}?"
         if close
         else "name a registered id, or a class as file.py:Class; pip install 'rillflow[classic]' for EnvPool",
@@ -128,16 +126,13 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool =
     Raises:
         ConfigError: it cannot be made.
     """
-    arguments, limit = dict(config.arguments), config.time_limit
+    arguments = dict(config.arguments)
     if shows and (entry.make is None or "render_mode" in inspect.signature(entry.make).parameters):
         arguments["render_mode"] = "rgb_array"
     try:
-        if entry.make is None:
-            made = _registered(entry.name, limit, arguments)
-        else:
-            made = entry.make(**arguments)
-            if limit is not None and entry.provider == "gymnasium":
-                made = gymnasium.wrappers.TimeLimit(made, limit)
+        made = (
+            entry.make(**arguments) if entry.make else _registered(entry.name, config.time_limit, arguments)
+        )
     except Exception as error:  # the user's class may raise anything
         raise ConfigError(
             f"the environment {config.id!r} cannot be made: {type(error).__name__}: {error}",
@@ -146,9 +141,7 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool =
             "(pip install 'rillflow-classic[mujoco]' for MuJoCo)",
         ) from error
     try:
-        if entry.provider == "parallel":
-            return ParallelLane(made, entry.name, limit)
-        return GymnasiumLane(made, entry.name)
+        return Lane(made, entry.name, config.time_limit)
     except AttributeError as error:
         raise ConfigError(
             f"{config.id!r} is no environment: {error}",
@@ -163,9 +156,6 @@ def _registered(name: str, limit: int | None, arguments: dict[str, Any]) -> gymn
     if not name.startswith(ATARI):
         return gymnasium.make(name, max_episode_steps=limit, disable_env_checker=True, **arguments)
     skip = int(arguments.pop("frame_skip", 4))
-    plain = gymnasium.make(
-        name,
-        max_episode_steps=limit and limit * skip,
-        **{"frameskip": 1, "repeat_action_probability": 0.0, **arguments},
-    )
+    arguments = {"frameskip": 1, "repeat_action_probability": 0.0, **arguments}
+    plain = gymnasium.make(name, max_episode_steps=limit and limit * skip, **arguments)
     return gymnasium.wrappers.AtariPreprocessing(plain, frame_skip=skip)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rillflow.config.schema import Section
 
-Provider = Literal["auto", "gymnasium", "envpool", "parallel"]
+Provider = Literal["auto", "gymnasium", "envpool"]
 Run = Literal["auto", "inline", "processes"]
 
 
@@ -27,8 +27,8 @@ class EnvironmentSettings(Section):
     )
     provider: Provider = Field(
         "auto",
-        description="auto: EnvPool where it has the id, otherwise Gymnasium; parallel: an environment of "
-        "several agents in PettingZoo's parallel form, chosen for a class that is no gymnasium.Env.",
+        description="Who has the id; auto: EnvPool where it has it, otherwise Gymnasium. A class is a "
+        "gymnasium.Env, or several agents in PettingZoo's parallel form.",
     )
     run: Run = Field(
         "auto",

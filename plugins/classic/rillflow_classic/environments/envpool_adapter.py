@@ -12,8 +12,6 @@ cost a third of a step of 8 CartPoles.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from numpy.typing import NDArray
 from rillflow.errors import ConfigError
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.lanes import lane_seed
-from rillflow_classic.environments.vector import SlotsBase, Stepped, array_space
+from rillflow_classic.environments.vector import Stepped, VectorEnvironment, array_space
 from rillflow_classic.fragment import Array
 
 _LONGEST = 2**30
@@ -38,7 +36,7 @@ def envpool_ids() -> frozenset[str]:
     return frozenset(envpool.list_all_envs())
 
 
-class EnvPoolEnvironment(SlotsBase):
+class EnvPoolEnvironment(VectorEnvironment):
     """Slots of one EnvPool.
 
     Args:
@@ -54,16 +52,15 @@ class EnvPoolEnvironment(SlotsBase):
     def __init__(
         self, name: str, config: EnvironmentSettings, num_slots: int, *, shows: bool = False
     ) -> None:
-        import envpool
-
-        arguments = {"num_envs": num_slots, **config.arguments}
-        spec = _spec(name, arguments)
+        self._name, self._arguments = name, {"num_envs": num_slots, **config.arguments}
+        spec = self._spec()
         self.stacks = "stack_num" in spec.config._fields
         """Whether the pool itself stacks observations."""
         if self.stacks and config.frame_stack:
-            arguments["stack_num"] = config.frame_stack
+            self._arguments["stack_num"] = config.frame_stack
         self._limit = config.time_limit or min(spec.config.max_episode_steps, _LONGEST)
-        spec = _spec(name, arguments | {"max_episode_steps": self._limit + 1})
+        self._arguments["max_episode_steps"] = self._limit + 1
+        spec = self._spec()
         if spec.config.max_num_players > 1:
             raise ConfigError(
                 f"environment.id is {name!r} with {spec.config.max_num_players} players",
@@ -75,77 +72,76 @@ class EnvPoolEnvironment(SlotsBase):
             observed = array_space(spec.gymnasium_observation_space, f"the observations of {name!r}")
             actions = array_space(spec.gymnasium_action_space, f"the actions of {name!r}")
         super().__init__(("",) * num_slots, observed, actions)
-        look = {"render_mode": "rgb_array"} if shows and self.stacks else {}
-        self._shows, self._dtype = bool(look), self.observation_space.dtype
-        self._make: Callable[..., Any] = partial(
-            envpool.make, name, env_type="gymnasium", max_episode_steps=self._limit + 1, **arguments, **look
-        )
+        self._shows, self._dtype = shows and self.stacks, observed.dtype
         self._every = np.arange(num_slots, dtype=np.int32)
-        self._pool: Any = None
+        self.pool: Any = None
+        """The pool; None before the first reset."""
 
-    def reset(self, seed: int) -> Array:
+    def _spec(self) -> Any:
+        import envpool
+
+        try:
+            return envpool.make_spec(self._name, **self._arguments)
+        except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
+            raise ConfigError(
+                f"EnvPool cannot make {self._name!r} with {self._arguments}",
+                why=str(error).splitlines()[0] if str(error) else repr(error),
+                fix="environment.arguments holds EnvPool's settings of this id, such as num_threads",
+            ) from None
+
+    def begin(self, seed: int) -> Array:
         """Make a new pool with the seed, the only way to seed EnvPool, and reset it."""
-        self._pool = self._make(seed=lane_seed(seed, 0))  # EnvPool gives slot i this seed plus i
-        keys = list(self._pool._state_keys)
-        self._order = [next(i for i, key in enumerate(keys) if key.split(":")[0] == name) for name in _FIELDS]
-        self._action_dtype = self._pool._spec._action_spec[-1][0]
-        self._begun()
+        import envpool
+
+        given = self._arguments | ({"render_mode": "rgb_array"} if self._shows else {})
+        # EnvPool gives slot i this seed plus i
+        self.pool = envpool.make(self._name, env_type="gymnasium", seed=lane_seed(seed, 0), **given)
+        keys = [key.split(":")[0] for key in self.pool._state_keys]
+        self._order = [keys.index(name) for name in _FIELDS]
+        self._action_dtype = self.pool._spec._action_spec[-1][0]
         self._steps_left, self._cut = self._limit, None
-        self._pool._reset(self._every)
+        self.pool._reset(self._every)
         observations: Array = self._received()[0]
         return observations
 
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot; see ``VectorEnvironment.step``."""
-        actions = self._checked(actions).astype(self._action_dtype, order="C", copy=False)
+    def advance(self, actions: Array) -> Stepped:
+        """Step every slot; see ``VectorEnvironment.advance``."""
+        actions = actions.astype(self._action_dtype, order="C", copy=False)
         if self._cut is None:
-            self._pool._send([self._every, self._every, actions])
+            self.pool._send([self._every, self._every, actions])
             observations, rewards, done, truncated = self._received()
         else:
             observations, rewards, done, truncated = self._stepped_in_parts(actions, self._cut)
-        ended, terminated, self._cut = done, done, None
+        terminated, self._cut = done, None
         if np.count_nonzero(truncated):
             terminated = done & ~truncated
         self._steps_left -= 1
         if self._steps_left <= 0:  # only now can a slot have reached the limit
             lengths = self._steps + 1 - self._starts
             late = lengths >= self._limit
-            cut, truncated, ended = late & ~done, truncated | late, done | late
+            cut, truncated = late & ~done, truncated | late
             self._cut = cut if cut.any() else None
             self._steps_left = self._limit - int(lengths[~late].max(initial=0))
-        return self._stepped(observations, rewards, terminated, truncated, ended)
+        return Stepped(observations=observations, rewards=rewards, terminated=terminated, truncated=truncated)
 
     def _stepped_in_parts(self, actions: Array, cut: NDArray[np.bool_]) -> list[Any]:
         """Reset the slots that this adapter has cut, and step the others."""
         ids, others = self._every[cut], self._every[~cut]
-        self._pool._reset(ids)
+        self.pool._reset(ids)
         parts = self._received()
         parts[1][:] = 0.0
         if len(others):
-            self._pool._send([others, others, actions[others]])
+            self.pool._send([others, others, actions[others]])
             parts = [np.concatenate(each) for each in zip(parts, self._received(), strict=True)]
         order = np.argsort(np.concatenate([ids, others]))
         return [each[order] for each in parts]
 
     def _received(self) -> list[Any]:
-        arrays = self._pool._recv()
+        arrays = self.pool._recv()
         observation, reward, done, truncated = self._order
         observations = arrays[observation].astype(self._dtype, copy=False)
         return [observations, arrays[reward], arrays[done], arrays[truncated]]
 
     def render(self, slot: int) -> Array | None:
         """Return a frame of a slot if ``shows`` is set and the id is one of Atari; None otherwise."""
-        return self._pool.render(np.array([slot], np.int32))[0] if self._shows else None
-
-
-def _spec(name: str, arguments: Mapping[str, Any]) -> Any:
-    import envpool
-
-    try:
-        return envpool.make_spec(name, **arguments)
-    except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as error:
-        raise ConfigError(
-            f"EnvPool cannot make {name!r} with {dict(arguments)}",
-            why=str(error).splitlines()[0] if str(error) else repr(error),
-            fix="environment.arguments holds EnvPool's settings of this id, such as num_threads",
-        ) from None
+        return self.pool.render(np.array([slot], np.int32))[0] if self._shows else None

@@ -1,103 +1,163 @@
-"""Slots in child processes, several in each.
+"""Slots in child processes, several in each, with all arrays in one block of shared memory.
 
-    actions ── a call of every child ──> its InlineEnvironment ── results ──> arrays of all slots
+    parent                          shared record                         child of slots a ... b
+    actions ──────────────────────> actions      ───────────────────────> Lane.step, in turn
+    b"step" ────────────────────────── socket ──────────────────────────> wakes
+    results <────────────────────── observations, rewards, ... <───────── Lane.rows
+    done <──────────────────────────── socket ─────────────────────────── b"done", or an error as JSON
 
-The processes are those of the core's ProcessBackend: they end with this process, hanging ones too. A child
-that dies or hangs is replaced: its slots are truncated where they were, and reset at the next step. The
-environments of the other children are not affected.
+A child imports no torch, so that it starts in a second. It ends with its parent, also after a kill -9 and
+while its environment hangs. A child that dies or hangs is replaced: its slots are truncated where they were,
+and reset at the next step. The environments of the other children are not affected.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
-from typing import Any
 
-from rillflow.workers.backend import Pool, RankLost
-from rillflow.workers.processes import ProcessBackend
+import numpy as np
+
+from rillflow.errors import RillflowError
+from rillflow.workers.watchdog import end_with
 from rillflow_classic.environments.catalog import find, make_lane
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.lanes import InlineEnvironment, Lane, empty_rows
-from rillflow_classic.environments.vector import EnvironmentFailure, SlotsBase, Stepped
+from rillflow_classic.environments.lanes import InlineEnvironment, Lane, record_type
+from rillflow_classic.environments.vector import EnvironmentFailure, Stepped
 from rillflow_classic.fragment import Array
-from rillflow_classic.worker_set import DEADLINE_S, WorkerSet
 
-POOL = "environments"
-"""Pool of the children."""
+START_S = 120.0
+"""Longest start of a child."""
+_CLOSE_S = 3.0
+_DONE = b"done"
+_MOST_BYTES = 2**17
+_BOOT = (
+    "import sys; from rillflow_classic.environments.processes import serve; serve(*map(int, sys.argv[1:]))"
+)
 
 
-def make_child(config: EnvironmentSettings, bounds: Sequence[int], index: int) -> InlineEnvironment:
-    """Return the environments of child ``index``: the lanes from one bound to the next."""
-    entry, first, last = find(config), bounds[index], bounds[index + 1]
-    return InlineEnvironment([make_lane(config, entry) for _ in range(first, last)], first)
+def serve(parent: int, index: int, descriptor: int, memory: int) -> None:
+    """Run a child: step its environments whenever the parent asks, until it closes the socket."""
+    end_with(parent)
+    link = socket.socket(fileno=descriptor)
+    try:
+        given, bounds = json.loads(link.recv(_MOST_BYTES))
+        config, first, last = EnvironmentSettings.model_validate(given), bounds[index], bounds[index + 1]
+        entry = find(config)
+        lanes = [make_lane(config, entry) for _ in range(first, last)]
+        kind = record_type(lanes[0], bounds[-1] * len(lanes[0].agents))
+        record: Array = np.ndarray((), kind, mmap.mmap(memory, 0))
+        environment = InlineEnvironment(lanes, bounds[-1], first, record)
+        actions = record["actions"][first * len(lanes[0].agents) : last * len(lanes[0].agents)]
+        link.send(_DONE)
+        while request := link.recv(_MOST_BYTES):
+            if request == b"step":
+                environment.advance(actions.copy())
+            else:
+                environment.begin(int(request))
+            link.send(_DONE)
+        environment.close()
+    except RillflowError as error:  # the parent raises it
+        with suppress(OSError):  # the parent has closed the socket
+            link.send(json.dumps(error.args).encode())
 
 
-class ProcessEnvironment(SlotsBase):
+class ProcessEnvironment(InlineEnvironment):
     """Slots in child processes.
 
     Args:
         config: settings; ``processes``, ``step_timeout_s`` and ``restarts`` too.
-        probe: an environment of the id, for its spaces.
+        probe: an environment of the id, for its spaces; it is closed.
         num_lanes: number of environments.
 
     Raises:
-        ConfigError: an environment cannot be made.
-        ClusterError: a child does not start.
+        EnvironmentFailure: a child does not start, or cannot make its environments.
     """
 
     def __init__(self, config: EnvironmentSettings, probe: Lane, num_lanes: int) -> None:
-        width = len(probe.agents)
-        super().__init__(tuple(probe.agents) * num_lanes, probe.observation_space, probe.action_space)
+        kind = record_type(probe, num_lanes * len(probe.agents))
+        self._memory = os.fdopen(os.memfd_create("slots"), "r+b")
+        self._memory.truncate(kind.itemsize)
+        super().__init__([probe], num_lanes, 0, np.ndarray((), kind, mmap.mmap(self._memory.fileno(), 0)))
+        probe.close()
         self.num_restarts = 0
         """How many children were replaced."""
-        self._config, self._rows = config, empty_rows(probe, self.num_slots)
-        count = min(config.processes or num_cores(), num_lanes)
-        bounds = [num_lanes * index // count for index in range(count + 1)]
-        self._slots = [slice(first * width, last * width) for first, last in pairwise(bounds)]
-        self._backend = ProcessBackend(heartbeat_s=0)  # step_timeout_s bounds a silence
-        self._backend.open([Pool(name=POOL, size=count, world=1)])
-        self.children = WorkerSet(self._backend, POOL, partial(make_child, config, bounds))
-        """The children."""
+        self._config, count = config, min(config.processes or num_cores(), num_lanes)
+        self._bounds = [num_lanes * index // count for index in range(count + 1)]
+        self._slots = [slice(a * self._width, b * self._width) for a, b in pairwise(self._bounds)]
+        self._starter = ThreadPoolExecutor(1)  # a child ends with the thread that has started it
+        self._every = range(count)
+        self.children = [self._started(index) for index in self._every]
+        """Process and socket of each child."""
+        self._task = json.dumps((config.model_dump(mode="json"), self._bounds)).encode()
+        self._called(self._task, self._every, START_S)
 
-    def reset(self, seed: int) -> Array:
-        """Begin a new episode in every slot; see ``VectorEnvironment.reset``."""
-        waiting = dict.fromkeys(range(self.children.size), seed)
-        while waiting:
-            for index, observations in self._called("reset", waiting).items():
-                self._rows.observations[self._slots[index]] = observations
-                del waiting[index]
+    def _started(self, index: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            given = theirs.fileno(), self._memory.fileno()
+            process = self._starter.submit(
+                subprocess.Popen[bytes],
+                [sys.executable, "-c", _BOOT, *map(str, (os.getpid(), index, *given))],
+                stdin=subprocess.DEVNULL,
+                pass_fds=given,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C ends the parent, which ends its children
+            )
+            return process.result(), ours
+
+    def begin(self, seed: int) -> Array:
+        """Reset the lanes of all children; see ``VectorEnvironment.begin``."""
+        waiting: Sequence[int] = self._every
+        while waiting := self._called(b"%d" % seed, waiting, self._config.step_timeout_s):
+            pass
         return self._rows.observations
 
-    def step(self, actions: Array) -> Stepped:
-        """Step every slot; see ``VectorEnvironment.step``."""
-        actions, rows = self._checked(actions), self._rows
-        rows.rewards[:], rows.terminated[:], rows.truncated[:] = 0.0, False, True  # of a lost child's slots
-        found = self._called("step", {index: actions[each] for index, each in enumerate(self._slots)})
-        for index, stepped in found.items():
-            slots = self._slots[index]
-            rows.observations[slots], rows.rewards[slots] = stepped.observations, stepped.rewards
-            rows.terminated[slots], rows.truncated[slots] = stepped.terminated, stepped.truncated
-        episodes = [each for stepped in found.values() for each in stepped.episodes]
-        return Stepped(**{**vars(rows), "episodes": episodes})
+    def advance(self, actions: Array) -> Stepped:
+        """Step the lanes of all children; see ``VectorEnvironment.advance``."""
+        self._record["actions"][...] = actions
+        for index in self._called(b"step", self._every, self._config.step_timeout_s):
+            slots, rows = self._slots[index], self._rows
+            rows.rewards[slots], rows.terminated[slots], rows.truncated[slots] = 0.0, False, True
+            self._starts[slots] = self._steps + 1  # so that their episodes do not count
+        return self._rows
 
-    def _called(self, method: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the results of a method of some children, but of those that were lost and replaced.
+    def _called(self, request: bytes, children: Sequence[int], seconds: float) -> list[int]:
+        """Send children a request and wait for all; replace those that were lost, and return them.
 
         Raises:
-            RillflowError: what an environment raised; or too many children were lost.
+            EnvironmentFailure: an environment raised; or too many children were lost.
         """
-        found, until = {}, time.monotonic() + self._config.step_timeout_s
-        for call in [self.children.call(index, method, each) for index, each in arguments.items()]:
+        for index in children:
+            with suppress(ConnectionError):  # it has died, which its missing answer says
+                self.children[index][1].send(request)
+        lost, failures, until = list[int](), list[bytes](), time.monotonic() + seconds
+        for index in children:
+            link, answer, reason = self.children[index][1], b"", "has died"
             try:
-                found[call.worker] = call.read(max(0.0, until - time.monotonic()))
+                link.settimeout(max(1e-3, until - time.monotonic()))
+                answer = link.recv(_MOST_BYTES)
             except TimeoutError:
-                self._replace(call.worker, f"did not answer for {self._config.step_timeout_s:g} s")
-            except RankLost as error:
-                self._replace(call.worker, f"{error.what} ({error.why})")
-        return found
+                reason = f"did not answer for {seconds:g} s"
+            except ConnectionError:
+                pass  # it has died
+            if not answer:
+                self._replace(index, reason)
+                lost.append(index)
+            elif answer != _DONE:
+                failures.append(answer)
+        for failure in failures:
+            raise EnvironmentFailure(*json.loads(failure))
+        return lost
 
     def _replace(self, index: int, reason: str) -> None:
         """Start another process for a child's slots.
@@ -106,6 +166,7 @@ class ProcessEnvironment(SlotsBase):
             EnvironmentFailure: ``restarts`` children have been replaced already.
         """
         slots, limit = self._slots[index], self._config.restarts
+        self._end(index, 0.0)
         if self.num_restarts >= limit:
             raise EnvironmentFailure(
                 f"the process of slots {slots.start} to {slots.stop - 1} of {self._config.id!r} {reason}",
@@ -114,12 +175,24 @@ class ProcessEnvironment(SlotsBase):
                 "environment.step_timeout_s or environment.restarts",
             )
         self.num_restarts += 1
-        self.children.replace(index).read(DEADLINE_S)
-        self.children.make_again(index).read(DEADLINE_S)
+        self.children[index] = self._started(index)
+        self._called(self._task, [index], START_S)
+
+    def _end(self, index: int, seconds: float) -> None:
+        """End a child that has some seconds to close its environments."""
+        process, link = self.children[index]
+        link.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        process.kill()
+        process.wait()
 
     def close(self) -> None:
         """End all children."""
-        self._backend.close()
+        for index in self._every:
+            self._end(index, _CLOSE_S)
+        self._starter.shutdown()
+        self._memory.close()
 
 
 def num_cores() -> int:

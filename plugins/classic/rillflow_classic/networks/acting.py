@@ -41,23 +41,17 @@ class NetworkPolicy:
     def act(self, observations: Array, state: Array | None = None, *, greedy: bool = False) -> Acted:
         """See ActorPolicy; ``outputs`` holds ``logprobs`` and ``values``."""
         parameters, values, state = self.evaluate(observations, state)
-        if greedy:
-            actions, logprobs = self._distribution.mode(parameters)
-        else:
-            actions, logprobs = self._distribution.sample(parameters, self._generator)
+        actions, logprobs = self._distribution.draw(parameters, None if greedy else self._generator)
         return Acted(actions=actions, outputs={"logprobs": logprobs, "values": values}, state=state)
 
     def evaluate(self, observations: Array, state: Array | None) -> tuple[Floats, Floats, Array | None]:
         """Return parameters [B, P], values [B] and the next recurrent state."""
-        if self._mlp is None:
-            return self._forward(observations, state)
-        found = self._mlp.forward(observations)
-        return found.parameters, found.values, state
-
-    @torch.inference_mode()
-    def _forward(self, observations: Array, state: Array | None) -> tuple[Floats, Floats, Array | None]:
-        given = None if state is None else torch.from_numpy(state)
-        output = self.network(torch.from_numpy(observations), given)
+        if self._mlp is not None:
+            found = self._mlp.forward(observations)
+            return found.parameters, found.values, state
+        with torch.inference_mode():
+            given = None if state is None else torch.from_numpy(state)
+            output = self.network(torch.from_numpy(observations), given)
         after = None if output.state is None else output.state.numpy()
         return output.parameters.numpy(), output.values.numpy(), after
 

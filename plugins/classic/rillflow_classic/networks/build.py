@@ -17,23 +17,22 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
 from rillflow.errors import ConfigError
-from rillflow_classic.networks.config import ActivationName, NetworkConfig
+from rillflow_classic.environments.vector import Space, array_space
+from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.networks.distributions import CategoricalActions, Distribution, GaussianActions
 
-Space = gymnasium.Space[Any]
-
-NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
-"""Channels, kernel and stride of each convolution (Mnih et al. 2015)."""
-NATURE_FEATURES = 512
-SMALLEST_FRAME = 36
-"""Smallest height and width that the convolutions take."""
+Layers = tuple[tuple[int, int, int], ...]
+"""Channels, kernel and stride of each convolution."""
+CNNS: dict[int, tuple[Layers, int]] = {
+    36: (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),  # Mnih et al. 2015
+}
+"""Convolutions and features by the smallest height and width that they take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,36 +54,27 @@ class ActorCritic(nn.Module):
         trunks: one trunk that both share, or the policy's and the value's.
         features: width of a trunk's result.
         distribution: the distribution of actions.
-        log_deviations: number of learnt log deviations that do not depend on the observation.
         lstm_size: width of an LSTM after the one trunk; 0 for none.
     """
 
     def __init__(
-        self,
-        trunks: Sequence[nn.Module],
-        features: int,
-        distribution: Distribution,
-        *,
-        log_deviations: int = 0,
-        lstm_size: int = 0,
+        self, trunks: Sequence[nn.Module], features: int, distribution: Distribution, lstm_size: int
     ) -> None:
         super().__init__()
-        self.distribution = distribution
-        self.lstm_size = lstm_size
+        self.distribution, self.lstm_size = distribution, lstm_size
         self.trunks = nn.ModuleList(trunks)
         self.lstm = nn.LSTM(features, lstm_size) if lstm_size else None
-        width = lstm_size or features
-        self.policy_head = nn.Linear(width, distribution.num_parameters - log_deviations)
+        width, free = lstm_size or features, distribution.num_free
+        self.policy_head = nn.Linear(width, distribution.num_parameters - free)
         self.value_head = nn.Linear(width, 1)
-        self.log_deviations = nn.Parameter(torch.zeros(log_deviations)) if log_deviations else None
+        self.log_deviations = nn.Parameter(torch.zeros(free)) if free else None
 
     def forward(self, observations: Tensor, state: Tensor | None = None) -> NetworkOutput:
         """Return parameters and values of observations [B, ...]; an LSTM takes one step."""
-        if self.lstm is not None and state is not None:
-            features = self.trunks[0](observations)
-            features, state = self._stepped(features[None], state)
-            return self._headed(features[0], features[0], state)
         features = self.trunks[0](observations)
+        if self.lstm is not None and state is not None:
+            steps, state = self._stepped(features[None], state)
+            return self._headed(steps[0], steps[0], state)
         return self._headed(features, self.trunks[1](observations) if len(self.trunks) > 1 else features)
 
     def unroll(self, observations: Tensor, state: Tensor | None, starts: Tensor) -> NetworkOutput:
@@ -140,45 +130,32 @@ class NumpyTanh(torch.autograd.Function):
 
 
 class Tanh(nn.Module):
-    """tanh, on the CPU by numpy."""
+    """tanh by numpy."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return tanh(x)."""
-        if inputs.device.type != "cpu":
-            return torch.tanh(inputs)
         return NumpyTanh.apply(inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Vectors(nn.Module):
-    """Observations as float vectors [B, F]."""
+class Inputs(nn.Module):
+    """Observations as floats: flat vectors [B, F], one-hot vectors of numbers, or frames between 0 and 1.
 
-    def forward(self, observations: Tensor) -> Tensor:
-        """Flatten and convert."""
-        return observations.flatten(1).float()
+    Args:
+        num_values: how many numbers a Discrete space has; 0 for arrays.
+        axes: for frames, the axes of channels, height and width.
+    """
 
-
-class OneHot(nn.Module):
-    """Numbers [B] as one-hot vectors [B, size]."""
-
-    def __init__(self, size: int, start: int) -> None:
+    def __init__(self, num_values: int = 0, axes: tuple[int, int, int] | None = None) -> None:
         super().__init__()
-        self.size, self.start = size, start
+        self.num_values, self.axes = num_values, axes
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Return a 1 at each observation."""
-        return nn.functional.one_hot(observations.long().flatten() - self.start, self.size).float()
-
-
-class Frames(nn.Module):
-    """Bytes [B, ...] as floats between 0 and 1, channels first."""
-
-    def __init__(self, channels_last: bool) -> None:
-        super().__init__()
-        self.channels_last = channels_last
-
-    def forward(self, observations: Tensor) -> Tensor:
-        """Divide by 255. In memory the channels come last, which makes convolutions 1.5 times as fast."""
-        frames = observations.permute(0, 3, 1, 2) if self.channels_last else observations
+        """Convert a batch. Frames are channels-last in memory: convolutions are 1.5 times as fast."""
+        if self.num_values:
+            return nn.functional.one_hot(observations.long().flatten(), self.num_values).float()
+        if self.axes is None:
+            return observations.flatten(1).float()
+        frames = observations.permute(0, *(axis + 1 for axis in self.axes))
         return frames.to(torch.float32, memory_format=torch.channels_last).mul_(1 / 255)
 
 
@@ -191,9 +168,7 @@ class CNN(nn.Sequential):
 
     def forward(self, observations: Tensor) -> Tensor:
         """Return features [B, F]."""
-        if not self.is_bfloat16:
-            return super().forward(observations)  # type: ignore[no-any-return, no-untyped-call]
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_bfloat16):
             return super().forward(observations).float()  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -207,22 +182,16 @@ def build_network(
     """
     distribution = distribution_of(action_space)
     lstm_size = config.lstm_size if config.kind == "lstm" else 0
-    frames = is_frames(observation_space)
-    continuous = isinstance(distribution, GaussianActions)
+    trunks: list[nn.Module]
     with torch.device("meta"):  # no default weights: they would draw from torch's global generator
-        if config.kind == "cnn" or (frames and config.kind in ("auto", "lstm")):
-            trunks, features = [_nature(observation_space, config.precision)], NATURE_FEATURES
+        if config.kind == "cnn" or (is_frames(observation_space) and config.kind != "mlp"):
+            trunk, features = _cnn(observation_space, config.precision)
+            trunks = [trunk]
         else:
             count = 1 if config.shared or lstm_size else 2
-            trunks = [_mlp(config.hidden, config.activation, observation_space) for _ in range(count)]
+            trunks = [_mlp(config, observation_space) for _ in range(count)]
             features = (_num_inputs(observation_space), *config.hidden)[-1]
-        network = ActorCritic(
-            trunks,
-            features,
-            distribution,
-            log_deviations=distribution.num_parameters // 2 if continuous else 0,
-            lstm_size=lstm_size,
-        )
+        network = ActorCritic(trunks, features, distribution, lstm_size)
     network.to_empty(device="cpu")
     _initialise(network, torch.Generator().manual_seed(seed))
     return network
@@ -234,17 +203,14 @@ def distribution_of(action_space: Space) -> Distribution:
     Raises:
         ConfigError: the space is neither discrete nor a vector of floats.
     """
-    if isinstance(action_space, spaces.Discrete) and action_space.start == 0:
+    if isinstance(action_space, spaces.Discrete):
         return CategoricalActions(int(action_space.n))
-    if (
-        isinstance(action_space, spaces.Box)
-        and len(action_space.shape) == 1
-        and action_space.dtype.kind == "f"
-    ):
+    is_vector = isinstance(action_space, spaces.Box) and len(action_space.shape) == 1
+    if is_vector and np.issubdtype(action_space.dtype, np.floating):
         return GaussianActions(math.prod(action_space.shape or ()))
     raise ConfigError(
         f"the action space {action_space} has no distribution",
-        why="networks act in Discrete spaces that start at 0 and in Box spaces of floats of shape [A]",
+        why="networks act in Discrete spaces and in Box spaces of floats of shape [A]",
         fix="flatten the space with a wrapper of the environment",
     )
 
@@ -255,28 +221,20 @@ def is_frames(space: Space) -> bool:
 
 
 def _num_inputs(space: Space) -> int:
-    if isinstance(space, spaces.Discrete):
-        return int(space.n)
-    if isinstance(space, spaces.Box):
-        return math.prod(space.shape)
-    raise ConfigError(
-        f"the observation space {space} does not fit an mlp",
-        why="an mlp takes Box spaces, flattened, and Discrete spaces, as one-hot vectors",
-        fix="flatten the space with a wrapper of the environment",
-    )
+    space = array_space(space, "the observations of a network")
+    return int(space.n) if isinstance(space, spaces.Discrete) else math.prod(space.shape or ())
 
 
-def _mlp(hidden: Sequence[int], activation: ActivationName, space: Space) -> nn.Sequential:
-    width = _num_inputs(space)
-    one_hot = isinstance(space, spaces.Discrete)
-    layers: list[nn.Module] = [OneHot(width, int(space.start)) if one_hot else Vectors()]  # type: ignore[attr-defined]
-    for size in hidden:
-        layers += [nn.Linear(width, size), Tanh() if activation == "tanh" else nn.ReLU()]
-        width = size
+def _mlp(config: NetworkConfig, space: Space) -> nn.Sequential:
+    widths = _num_inputs(space), *config.hidden
+    layers: list[nn.Module] = [Inputs(widths[0] if isinstance(space, spaces.Discrete) else 0)]
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), Tanh() if config.activation == "tanh" else nn.ReLU()]
     return nn.Sequential(*layers)
 
 
-def _nature(space: Space, precision: str) -> nn.Sequential:
+def _cnn(space: Space, precision: str) -> tuple[CNN, int]:
+    """Return the convolutions for frames of this size, and the number of their features."""
     if not is_frames(space):
         raise ConfigError(
             f"the observation space {space} does not fit a cnn",
@@ -284,20 +242,22 @@ def _nature(space: Space, precision: str) -> nn.Sequential:
             fix='set network.kind to "mlp", or let the environment return frames',
         )
     assert space.shape is not None
-    channels_last = space.shape[2] <= 4 < space.shape[0]
-    channels, height, width = space.shape if not channels_last else (space.shape[2], *space.shape[:2])
-    if min(height, width) < SMALLEST_FRAME:
+    axes = (2, 0, 1) if space.shape[2] <= 4 < space.shape[0] else (0, 1, 2)
+    channels, height, width = (space.shape[axis] for axis in axes)
+    fitting = [cnn for size, cnn in CNNS.items() if size <= min(height, width)]
+    if not fitting:
         raise ConfigError(
-            f"frames of shape {list(space.shape)} are too small for the cnn",
-            why=f"its convolutions need at least {SMALLEST_FRAME} x {SMALLEST_FRAME} pixels",
+            f"frames of shape {list(space.shape)} are too small for a cnn",
+            why=f"convolutions need at least {min(CNNS)} x {min(CNNS)} pixels",
             fix='set network.kind to "mlp", or enlarge the frames',
         )
-    layers: list[nn.Module] = [Frames(channels_last)]
-    for size, kernel, stride in NATURE_LAYERS:
+    convolutions, features = fitting[0]
+    layers: list[nn.Module] = [Inputs(axes=axes)]
+    for size, kernel, stride in convolutions:
         layers += [nn.Conv2d(channels, size, kernel, stride), nn.ReLU()]
         channels, height, width = size, (height - kernel) // stride + 1, (width - kernel) // stride + 1
-    linear = nn.Linear(channels * height * width, NATURE_FEATURES)
-    return CNN(*layers, nn.Flatten(), linear, nn.ReLU(), is_bfloat16=precision == "bfloat16")
+    layers += [nn.Flatten(), nn.Linear(channels * height * width, features), nn.ReLU()]
+    return CNN(*layers, is_bfloat16=precision == "bfloat16"), features
 
 
 @torch.no_grad()

@@ -8,20 +8,17 @@ from pydantic import Field
 
 from rillflow.config.schema import Section
 
-NetworkKind = Literal["auto", "mlp", "cnn", "lstm"]
-ActivationName = Literal["tanh", "relu"]
-
 
 class NetworkConfig(Section):
     """``[network]``: the network between observations and actions."""
 
-    kind: NetworkKind = Field(
+    kind: Literal["auto", "mlp", "cnn", "lstm"] = Field(
         "auto",
         description="mlp; cnn for frames; lstm after a cnn for frames and after an mlp otherwise; "
         "auto: cnn for uint8 frames, else mlp.",
     )
     hidden: tuple[int, ...] = Field((64, 64), strict=False, description="Widths of the MLP's layers.")
-    activation: ActivationName = Field("tanh", description="Activation of the MLP's layers.")
+    activation: Literal["tanh", "relu"] = Field("tanh", description="Activation of the MLP's layers.")
     shared: bool = Field(False, description="Whether policy and value share the MLP's layers.")
     lstm_size: int = Field(128, gt=0, description="Width of the LSTM.")
     precision: Literal["float32", "bfloat16"] = Field(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,48 +32,40 @@ class Derived:
     """``gradient(by_logprobs [B], by_entropy)``: [B, P], a loss's derivatives by the parameters."""
 
 
-class Distribution(Protocol):
-    """How a row of parameters becomes an action."""
-
-    num_parameters: int
-    """Number of parameters P."""
-
-    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
-        """Return an action of each row, and its log probability [B]."""
-
-    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
-        """Return the most probable action of each row, and its log probability [B]."""
-
-    def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log probability of each row's action [B], and the entropy of each row [B]."""
-
-    def derive(self, parameters: Floats, actions: Array) -> Derived:
-        """Return the same in numpy, with the derivatives written out: a third of autograd's time."""
-
-
 class CategoricalActions:
     """One of several actions; the parameters are its logits."""
 
+    num_free = 0
+    """Number of parameters that do not depend on the observation."""
+
     def __init__(self, num_actions: int) -> None:
         self.num_parameters = num_actions
+        """Number of parameters P."""
 
-    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
-        """See Distribution. argmax(logit - log E), E exponential, is a sample (the Gumbel trick)."""
-        noise = generator.standard_exponential(parameters.shape, dtype=np.float32)
-        return _picked(parameters, (parameters - np.log(noise, out=noise)).argmax(axis=-1))
+    def draw(self, parameters: Floats, generator: np.random.Generator | None) -> tuple[Array, Floats]:
+        """Return an action of each row and its log probability [B]: the likeliest one without a generator.
 
-    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
-        """See Distribution."""
-        return _picked(parameters, parameters.argmax(axis=-1))
+        argmax(logit - log E), E exponential, is a sample (the Gumbel trick).
+        """
+        scores = parameters
+        if generator is not None:
+            noise = generator.standard_exponential(parameters.shape, dtype=np.float32)
+            scores = parameters - np.log(noise, out=noise)
+        actions: Array = scores.argmax(axis=-1)
+        chosen = parameters[np.arange(len(actions)), actions]
+        return actions, chosen - np.logaddexp.reduce(parameters, axis=-1)
 
     def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """See Distribution. The entropy is -sum p log p."""
+        """Return the log probability of each row's action [B], and the entropy of each row, -sum p log p."""
         logprobs = torch.log_softmax(parameters, dim=-1)
         entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
         return logprobs.gather(-1, actions[..., None]).squeeze(-1), entropy
 
     def derive(self, parameters: Floats, actions: Array) -> Derived:
-        """See Distribution. d log p_a = 1_a - p; d entropy = -p (log p + entropy)."""
+        """Return the same in numpy with the derivatives written out, in a third of autograd's time.
+
+        d log p_a = 1_a - p; d entropy = -p (log p + entropy).
+        """
         logprobs = parameters - np.logaddexp.reduce(parameters, axis=-1, keepdims=True)
         shares = np.exp(logprobs)
         entropies = -(shares * logprobs).sum(axis=-1)
@@ -96,29 +87,26 @@ class GaussianActions:
     """
 
     def __init__(self, num_dimensions: int) -> None:
-        self.num_parameters = 2 * num_dimensions
+        self.num_parameters, self.num_free = 2 * num_dimensions, num_dimensions
 
-    def sample(self, parameters: Floats, generator: np.random.Generator) -> tuple[Array, Floats]:
-        """See Distribution."""
+    def draw(self, parameters: Floats, generator: np.random.Generator | None) -> tuple[Array, Floats]:
+        """See CategoricalActions."""
         means, log_deviations = np.split(parameters, 2, axis=-1)
+        if generator is None:
+            return means, -(log_deviations + LOG_SQRT_2PI).sum(axis=-1)
         noise = generator.standard_normal(means.shape, dtype=np.float32)
         logprobs = -(0.5 * noise * noise + log_deviations + LOG_SQRT_2PI).sum(axis=-1)
         return means + np.exp(log_deviations) * noise, logprobs
 
-    def mode(self, parameters: Floats) -> tuple[Array, Floats]:
-        """See Distribution."""
-        means, log_deviations = np.split(parameters, 2, axis=-1)
-        return means, -(log_deviations + LOG_SQRT_2PI).sum(axis=-1)
-
     def evaluate(self, parameters: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """See Distribution. The entropy is the sum of log deviation + log sqrt(2 pi e)."""
+        """See CategoricalActions. The entropy is the sum of log deviation + log sqrt(2 pi e)."""
         means, log_deviations = parameters.chunk(2, dim=-1)
         scaled = (actions - means) * torch.exp(-log_deviations)
         spread = (log_deviations + LOG_SQRT_2PI).sum(dim=-1)
         return -0.5 * (scaled * scaled).sum(dim=-1) - spread, spread + 0.5 * means.shape[-1]
 
     def derive(self, parameters: Floats, actions: Array) -> Derived:
-        """See Distribution. With z = (a - mean) / deviation: z / deviation by mean, z^2 - 1 by log."""
+        """See CategoricalActions. With z = (a - mean) / deviation: z / deviation by mean, z^2 - 1 by log."""
         means, log_deviations = np.split(parameters, 2, axis=-1)
         inverses = np.exp(-log_deviations)
         scaled = (actions - means) * inverses
@@ -132,6 +120,5 @@ class GaussianActions:
         return Derived(logprobs=logprobs, entropies=spread + 0.5 * means.shape[-1], gradient=gradient)
 
 
-def _picked(logits: Floats, actions: Array) -> tuple[Array, Floats]:
-    chosen = logits[np.arange(len(logits)), actions]
-    return actions, chosen - np.logaddexp.reduce(logits, axis=-1)
+Distribution = CategoricalActions | GaussianActions
+"""How a row of parameters becomes an action."""
