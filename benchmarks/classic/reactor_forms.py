@@ -31,7 +31,7 @@ from reactor_workloads import (
 )
 
 from rillflow_classic.executor.plan import StaticPlan
-from rillflow_classic.executor.threads import StaticRun
+from rillflow_classic.executor.run import StaticRun
 
 Form = Callable[[int], object]
 """Makes some rounds."""

@@ -1,8 +1,8 @@
 """Static plan: reactors, their reactions and the channels between them, checked before anything runs.
 
-    startup, timer ──> reaction of a reactor ── channel ──> reactions        the same tag
-                            ^                      └─ after=0 ─────────┐     the next microstep
-                            └──────────────────────────────────────────┘     after=t: t later
+    startup ──> reaction of a reactor ── channel ──> reactions        the same tag
+                      ^                    └─ after=0 ─────────┐      the next microstep
+                      └────────────────────────────────────────┘      after=t: t later
 
 Logical time is a tag (time, microstep). A reaction runs at a tag if one of its inputs has a value there. Its
 level is the length of the longest chain of reactions before it within a tag, so the reactions of one level
@@ -16,10 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 from rillflow.errors import GraphError
 from rillflow.graph.graph import Edge, Graph, Stage
+from rillflow_classic.operators.context import label_of
+
+Method = str | Callable[..., Any]
+"""Name of a method of a reactor's object, or a function that is called with the object first."""
 
 
 class Tag(NamedTuple):
@@ -31,7 +36,7 @@ class Tag(NamedTuple):
     """Position among the points of the same time."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class PlanChannel:
     """A place for one value at each tag. Reactions read it at the tag of the value."""
 
@@ -39,23 +44,37 @@ class PlanChannel:
     """Name in drawings and errors."""
     slot: int
     """Index of its preallocated slot."""
+    writer: Reaction | None = None
+    """Reaction that writes it; None for a startup and a forward channel."""
+    value: Any = None
+    """Value of a startup."""
     after: int | None = None
     """Delay of a forward channel; 0: the next microstep; None: no delay."""
-    writer: Reaction | None = None
-    """Reaction that writes it; None for a forward channel, a startup or a timer."""
     source: PlanChannel | None = None
     """Channel that feeds a forward channel."""
-    period: int | None = None
-    """Period of a timer; 0: once, at the start."""
-    value: Any = True
-    """Value of a startup or a timer."""
 
     @property
     def instant(self) -> PlanChannel:
         """The channel that has its values at the same tag: itself, or the source without a delay between."""
-        channel = self
-        while channel.source is not None and channel.after is None:
+        return self if self.source is None or self.after is not None else self.source.instant
+
+    @property
+    def origin(self) -> PlanChannel:
+        """The channel whose values it has, delayed or not: a startup, or one that a reaction writes.
+
+        Raises:
+            GraphError: there is none.
+        """
+        channel, seen = self, {self}
+        while channel.writer is None and channel.value is None:
+            if channel.source is None or channel.source in seen:
+                raise GraphError(
+                    f"channel {channel.name!r} has no source",
+                    why="no reaction and no startup feeds it, so its readers would wait for ever",
+                    fix="connect it to a channel that has values, or remove it",
+                )
             channel = channel.source
+            seen.add(channel)
         return channel
 
     def connect(self, source: PlanChannel) -> None:
@@ -64,17 +83,11 @@ class PlanChannel:
         Raises:
             GraphError: it is no forward channel, or has a source already.
         """
-        if self.writer is not None or self.period is not None:
+        if self.writer is not None or self.value is not None or self.source is not None:
             raise GraphError(
                 f"channel {self.name!r} is connected to {source.name!r}",
-                why="it has a writer of its own",
-                fix="connect a channel of StaticPlan.forward",
-            )
-        if self.source is not None:
-            raise GraphError(
-                f"channel {self.name!r} is connected to {source.name!r}",
-                why=f"it is fed by {self.source.name!r} already, and a channel has one value at a tag",
-                fix="read both channels in one reaction",
+                why="it has a source already, and a channel has one value at a tag",
+                fix="connect a channel of StaticPlan.forward, once; read both channels in one reaction",
             )
         self.source = source
 
@@ -83,7 +96,7 @@ Input = PlanChannel | Sequence[PlanChannel]
 """One channel, or several that a reaction receives as a list: a gather."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Reaction:
     """One method of a reactor."""
 
@@ -91,8 +104,8 @@ class Reaction:
     """Position in the order of declaration."""
     reactor: Reactor
     """Its reactor."""
-    method: str
-    """Name of the method."""
+    method: Method
+    """What runs."""
     inputs: tuple[Input, ...]
     """What the method is called with, in order."""
     outputs: tuple[PlanChannel, ...] = ()
@@ -101,19 +114,17 @@ class Reaction:
     @property
     def name(self) -> str:
         """Name in drawings, traces and errors."""
-        return f"{self.reactor.name}.{self.method}"
+        method = self.method if isinstance(self.method, str) else label_of(self.method).strip("_")
+        return f"{self.reactor.name}.{method}"
 
     @property
     def reads(self) -> list[PlanChannel]:
         """Every channel that it reads."""
-        return [
-            channel
-            for each in self.inputs
-            for channel in ((each,) if isinstance(each, PlanChannel) else tuple(each))
-        ]
+        several = [[each] if isinstance(each, PlanChannel) else each for each in self.inputs]
+        return [channel for channels in several for channel in channels]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Reactor:
     """State with reactions. Made by ``StaticPlan.reactor``."""
 
@@ -126,7 +137,7 @@ class Reactor:
     plan: StaticPlan
     """Its plan."""
 
-    def react(self, method: str, *inputs: Input) -> PlanChannel:
+    def react(self, method: Method, *inputs: Input) -> PlanChannel:
         """Declare a reaction with one output.
 
         At a tag with a value in an input, ``method(*values)`` runs; an input without a value there is None.
@@ -135,12 +146,8 @@ class Reactor:
         """
         return self.react_many(method, *inputs, outputs=1)[0]
 
-    def react_many(self, method: str, *inputs: Input, outputs: int) -> tuple[PlanChannel, ...]:
+    def react_many(self, method: Method, *inputs: Input, outputs: int) -> tuple[PlanChannel, ...]:
         """Declare a reaction with several outputs; the method returns a tuple with a value for each."""
-        if outputs < 1:
-            raise GraphError(
-                f"{self.name}.{method} has {outputs} outputs", why="None is no value, so 1 will do"
-            )
         reaction = Reaction(index=len(self.plan.reactions), reactor=self, method=method, inputs=inputs)
         self.plan.reactions.append(reaction)
         reaction.outputs = tuple(self.plan.channel(reaction.name, writer=reaction) for _ in range(outputs))
@@ -184,13 +191,7 @@ class StaticPlan:
 
     def startup(self, value: Any = True) -> PlanChannel:
         """Return a channel that has a value once, at the first tag."""
-        return self.channel("startup", period=0, value=value)
-
-    def timer(self, period: int, value: Any = True) -> PlanChannel:
-        """Return a channel that has a value at time 0 and then every ``period``."""
-        if period < 1:
-            raise GraphError(f"a timer of {self.name} has period {period}", why="time must advance")
-        return self.channel(f"timer {period}", period=period, value=value)
+        return self.channel("startup", value=value)
 
     def forward(self, name: str, *, after: int | None = None) -> PlanChannel:
         """Return a channel to be connected later.
@@ -212,43 +213,43 @@ class StaticPlan:
         """Return the reactions by level, each level in the order of declaration.
 
         Raises:
-            GraphError: a cycle has no delay, a forward channel is not connected, a reaction reads nothing,
-                or reads a channel of another plan.
+            GraphError: a cycle has no delay, a channel has no source, a reaction reads nothing, or reads a
+                channel of another plan.
         """
         self._check_inputs()
-        before = {each: self._before(each) for each in self.reactions}
-        level: dict[Reaction, int] = {}
-        left = list(self.reactions)
-        while left:
-            ready = [each for each in left if all(one in level for one in before[each])]
-            if not ready:
-                raise self._cycle(left, before)
-            for each in ready:
-                level[each] = 1 + max((level[one] for one in before[each]), default=-1)
-            left = [each for each in left if each not in level]
-        found: list[list[Reaction]] = [[] for _ in range(max(level.values(), default=-1) + 1)]
-        for each in self.reactions:
-            found[level[each]].append(each)
+        sorter = TopologicalSorter({each: self._before(each) for each in self.reactions})
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            path = " -> ".join(each.name for each in error.args[1])
+            raise GraphError(
+                f"{self.name} has a cycle without a delay: {path}",
+                why="each of these reactions would have to run before the others at the same tag; reactions of "
+                "one reactor run in the order of their declaration",
+                fix="close the cycle with plan.forward(NAME, after=0)",
+            ) from None
+        found = []
+        while ready := sorter.get_ready():
+            sorter.done(*ready)
+            found.append(sorted(ready, key=lambda each: each.index))
         return found
 
     def graph(self) -> Graph:
         """Return the plan as a graph that can be drawn; an edge says if it is delayed."""
         self.levels()
-        stages = tuple(
-            Stage(index=each.index, role=each.reactor.name, endpoint=each.method, reads=(), writes=())
-            for each in self.reactions
-        )
-        edges: dict[tuple[int, int], set[str]] = {}
+        stages, edges = [], dict[tuple[int, int], set[str]]()
         for each in self.reactions:
+            role, method = each.reactor.name, each.name.removeprefix(f"{each.reactor.name}.")
+            stages.append(Stage(index=each.index, role=role, endpoint=method, reads=(), writes=()))
             for channel in each.reads:
-                writer = _origin(channel).writer
+                writer = channel.origin.writer
                 names = edges.setdefault((each.index, -1 if writer is None else writer.index), set())
                 names |= {"delayed"} if channel.instant.after is not None else set()
         drawn = [
             Edge(source=source, destination=destination, fields=tuple(names))
             for (destination, source), names in sorted(edges.items())
         ]
-        return Graph(name=self.name, stages=stages, edges=tuple(drawn), given=("start",))
+        return Graph(name=self.name, stages=tuple(stages), edges=tuple(drawn), given=("start",))
 
     def _before(self, reaction: Reaction) -> list[Reaction]:
         """Return the reactions that precede one at every tag."""
@@ -262,41 +263,12 @@ class StaticPlan:
                 raise GraphError(
                     f"{each.name} reads no channel", why="it would never run", fix="give it a startup"
                 )
-            for channel in each.reads:
-                self._check_own(channel, each.name)
-        for channel in self.channels:
-            if channel.source is not None:
-                self._check_own(channel.source, f"channel {channel.name!r}")
-            origin = _origin(channel)
-            if origin.writer is None and origin.period is None:
+        read = [(each.name, channel) for each in self.reactions for channel in each.reads]
+        read += [(f"channel {each.name!r}", each.source) for each in self.channels if each.source is not None]
+        for reader, channel in read:
+            if channel not in self.channels:
                 raise GraphError(
-                    f"channel {channel.name!r} of {self.name} has no source",
-                    why="no reaction, startup or timer feeds it, so its readers would wait for ever",
-                    fix="connect it to a channel that has values, or remove it",
+                    f"{reader} reads {channel.name!r} of another plan", why="plans share no channel"
                 )
-
-    def _check_own(self, channel: PlanChannel, reader: str) -> None:
-        if channel.slot >= len(self.channels) or self.channels[channel.slot] is not channel:
-            raise GraphError(f"{reader} reads {channel.name!r} of another plan", why="plans share no channel")
-
-    def _cycle(self, left: Sequence[Reaction], before: dict[Reaction, list[Reaction]]) -> GraphError:
-        """Return the error that names a cycle among reactions that have no level."""
-        path = [left[0]]
-        while path.count(path[-1]) < 2:
-            path.append(next(one for one in before[path[-1]] if one in left))
-        names = [each.name for each in reversed(path[path.index(path[-1]) :])]
-        return GraphError(
-            f"{self.name} has a cycle without a delay: {' -> '.join(names)}",
-            why="each of these reactions would have to run before the others at the same tag (those of one "
-            "reactor run in the order of their declaration)",
-            fix="close the cycle with plan.forward(NAME, after=0)",
-        )
-
-
-def _origin(channel: PlanChannel) -> PlanChannel:
-    """Return the channel whose values a forward channel has, delayed or not."""
-    seen = {channel}
-    while channel.source is not None and channel.source not in seen:
-        channel = channel.source
-        seen.add(channel)
-    return channel
+        for channel in self.channels:
+            _ = channel.origin

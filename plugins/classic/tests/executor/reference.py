@@ -36,6 +36,21 @@ def _flat(given: Any) -> Any:
     return tuple(-1 if each is None else each for each in given) if isinstance(given, list) else given or -1
 
 
+class Clock:
+    """A reactor that starts itself again after a delay."""
+
+    def tick(self, start: Any, again: Any) -> Any:
+        return again if start is None else start
+
+
+def timer(plan: StaticPlan, period: int) -> PlanChannel:
+    """Return a channel that has a value at time 0 and then every ``period``."""
+    again = plan.forward("again", after=period)
+    ticked = plan.reactor(f"clock {period}", Clock).react("tick", plan.startup(5), again)
+    again.connect(ticked)
+    return ticked
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> StaticPlan:
     """Draw a plan of some reactors: acyclic within a tag, with delayed channels back."""
@@ -44,7 +59,7 @@ def plans(draw: st.DrawFn) -> StaticPlan:
         plan.reactor(f"reactor {index}", partial(Mixer, index))
         for index in range(draw(st.integers(1, 5), label="reactors"))
     ]
-    sources = [plan.startup(3), plan.timer(draw(st.integers(1, 3)), 5)]
+    sources = [plan.startup(3), timer(plan, draw(st.integers(1, 3)))]
     delayed = [
         plan.forward(f"delayed {index}", after=draw(st.integers(0, 2)))
         for index in range(draw(st.integers(0, 3), label="delays"))
@@ -72,7 +87,7 @@ class Interpreter:
         """Return the lines of some tags; those of one tag are sorted by name."""
         states = {each.name: each.make() for each in self.plan.reactors}
         for each in self.plan.channels:
-            if each.period is not None:
+            if each.value is not None:
                 self.pending.setdefault(Tag(0, 0), {})[each.slot] = each.value
         lines: list[Line] = []
         for _ in range(tags):
@@ -80,9 +95,6 @@ class Interpreter:
                 break
             tag = min(self.pending)
             values = self.pending.pop(tag)
-            for each in self.plan.channels:
-                if each.period and each.slot in values:
-                    self._add(Tag(tag.time + each.period, 0), each, values[each.slot])
             lines += sorted(self._one_tag(tag, values, states), key=lambda line: line[1])
             for each in self.plan.channels:
                 if each.after is not None and each.source is not None:
