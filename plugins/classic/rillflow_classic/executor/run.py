@@ -34,7 +34,7 @@ from typing import Any
 
 from rillflow.errors import ClusterError, GraphError
 from rillflow.workers.backend import Backend
-from rillflow_classic.executor.plan import PlanChannel, Reaction, StaticPlan, Tag
+from rillflow_classic.executor.plan import DelayedChannel, PlanChannel, Reaction, StaticPlan, Tag
 from rillflow_classic.worker_set import WorkerSet
 
 Traced = Callable[[Tag, str, Any], None]
@@ -68,12 +68,12 @@ class ReactorHost:
         own = [each for each in plan.reactors if each.index % ranks == rank]
         self.objects = {each.name: each.make() for each in own}
         """The reactors' objects by name."""
-        self._calls = {each.index: self._call_of(each) for each in plan.reactions if each.reactor in own}
+        self._calls = {each.slot: self._call_of(each) for each in plan.reactions if each.reactor in own}
 
-    def react(self, index: int, given: list[Any]) -> Outcome:
-        """Run a reaction with its inputs."""
+    def react(self, slot: int, given: list[Any]) -> Outcome:
+        """Run the reaction of a slot with its inputs."""
         try:
-            return self._calls[index](*given), None
+            return self._calls[slot](*given), None
         except BaseException as error:  # noqa: BLE001  the run raises it when the level has ended
             return None, error
 
@@ -97,13 +97,12 @@ class PlacedReaction:
     """A reaction with its slots, and its outcome at the present tag."""
 
     def __init__(self, reaction: Reaction) -> None:
-        self.name, self.index, self.reactor = reaction.name, reaction.index, reaction.reactor.index
+        self.name, self.slot, self.reactor = reaction.name, reaction.slot, reaction.reactor.index
         self.inputs = tuple(
-            each.instant.slot if isinstance(each, PlanChannel) else [one.instant.slot for one in each]
+            each.slot if isinstance(each, PlanChannel) else [one.slot for one in each]
             for each in reaction.inputs
         )
-        self.watched = tuple({each.instant.slot for each in reaction.reads})
-        self.outputs = tuple(each.slot for each in reaction.outputs)
+        self.watched = tuple({each.slot for each in reaction.reads})
         self.outcome: Outcome = (None, None)
 
 
@@ -127,9 +126,9 @@ class PlanRun(ExitStack, ABC):
         self._empty = [None] * len(plan.channels)
         self._values: list[Any] = list(self._empty)  # of all slots at the present tag; None is no value
         self._delays = [
-            (each.source.instant.slot, each.slot, each.after)
+            (each.reads[0].slot, each.slot, each.after)
             for each in plan.channels
-            if each.source is not None and each.after is not None
+            if isinstance(each, DelayedChannel)
         ]
         starts = {each.slot: each.value for each in plan.channels if each.value is not None}
         self._later: dict[Tag, dict[int, Any]] = {Tag(0, 0): starts}  # values of slots at later tags
@@ -183,7 +182,7 @@ class PlanRun(ExitStack, ABC):
 
     def value(self, channel: PlanChannel) -> Any:
         """Return a channel's value at the last tag; None without one."""
-        return self._values[channel.instant.slot]
+        return self._values[channel.slot]
 
     def _given(self, due: PlacedReaction) -> list[Any]:
         """Return the inputs of a reaction at the present tag."""
@@ -193,15 +192,8 @@ class PlanRun(ExitStack, ABC):
         ]
 
     def _end(self, tag: Tag, ended: PlacedReaction) -> None:
-        """Write the result of a reaction into its slots, or raise its error."""
+        """Write the result of a reaction into its slot, or raise its error."""
         result, error = ended.outcome
-        results = (result,) if len(ended.outputs) == 1 else result
-        if error is None and not (isinstance(results, tuple) and len(results) == len(ended.outputs)):
-            error = GraphError(
-                f"{ended.name} returned a {type(result).__name__}",
-                why=f"it has {len(ended.outputs)} outputs",
-                fix="return a tuple with a value for each; None is no value",
-            )
         if isinstance(error, Exception):
             raise ClusterError(
                 f"reaction {ended.name} failed at time {tag.time}, microstep {tag.microstep}",
@@ -209,8 +201,8 @@ class PlanRun(ExitStack, ABC):
             ) from error
         if error is not None:
             raise error  # such as Ctrl-C
-        for slot, self._values[slot] in zip(ended.outputs, results, strict=True):
-            self.counts.messages += self._values[slot] is not None
+        self._values[ended.slot] = result
+        self.counts.messages += result is not None
         self.counts.reactions += 1
         if self._traced is not None:
             self._traced(tag, ended.name, result)
@@ -261,7 +253,7 @@ class StaticRun(PlanRun):
         for number in numbers:
             if number >= len(due):
                 return
-            due[number].outcome = self._host.react(due[number].index, self._given(due[number]))
+            due[number].outcome = self._host.react(due[number].slot, self._given(due[number]))
 
     def _help(self) -> None:
         while self._begun.get():
@@ -293,7 +285,7 @@ class BackendRun(PlanRun):
         for each in due:
             by_rank[each.reactor % self._hosts.size].append(each)
         calls = {
-            rank: self._hosts.call(rank, "react_all", *((each.index, self._given(each)) for each in placed))
+            rank: self._hosts.call(rank, "react_all", *((each.slot, self._given(each)) for each in placed))
             for rank, placed in by_rank.items()
         }
         for rank, call in calls.items():

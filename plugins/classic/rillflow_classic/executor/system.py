@@ -38,7 +38,7 @@ class StaticSystem(CallSystem):
     def __init__(self, actors: WorkerSet[Actor], learners: Mapping[str, Learner], threads: int) -> None:
         super().__init__(actors, learners)
         plan = StaticPlan("rollouts")
-        again, start = plan.forward("again", after=0), plan.startup()
+        again, start = plan.delayed("again"), plan.startup()
         samples = [
             plan.reactor(f"actor {index}", actors.run(index, _itself).read).react(_sample, start, again)
             for index in range(actors.size)

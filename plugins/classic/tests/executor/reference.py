@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rillflow_classic.executor.plan import PlanChannel, Reaction, StaticPlan, Tag
+from rillflow_classic.executor.plan import DelayedChannel, PlanChannel, Reaction, StaticPlan, Tag
 
 Line = tuple[Tag, str, Any]
 """Tag, name and result of a reaction."""
@@ -45,7 +45,7 @@ class Clock:
 
 def timer(plan: StaticPlan, period: int) -> PlanChannel:
     """Return a channel that has a value at time 0 and then every ``period``."""
-    again = plan.forward("again", after=period)
+    again = plan.delayed("again", after=period)
     ticked = plan.reactor(f"clock {period}", Clock).react("tick", plan.startup(5), again)
     again.connect(ticked)
     return ticked
@@ -61,12 +61,10 @@ def plans(draw: st.DrawFn) -> StaticPlan:
     ]
     sources = [plan.startup(3), timer(plan, draw(st.integers(1, 3)))]
     delayed = [
-        plan.forward(f"delayed {index}", after=draw(st.integers(0, 2)))
+        plan.delayed(f"delayed {index}", after=draw(st.integers(0, 2)))
         for index in range(draw(st.integers(0, 3), label="delays"))
     ]
-    instant = [plan.forward("instant")]
-    instant[0].connect(sources[0])
-    channels = [*sources, *delayed, *instant]
+    channels = [*sources, *delayed]
     for number in range(draw(st.integers(1, 8), label="reactions")):
         picked = st.sampled_from(channels)
         inputs = draw(st.lists(picked | st.lists(picked, min_size=1, max_size=3), min_size=1, max_size=3))
@@ -97,8 +95,8 @@ class Interpreter:
             values = self.pending.pop(tag)
             lines += sorted(self._one_tag(tag, values, states), key=lambda line: line[1])
             for each in self.plan.channels:
-                if each.after is not None and each.source is not None:
-                    value = self._read(each.source, values)
+                if isinstance(each, DelayedChannel):
+                    value = self._read(each.reads[0], values)
                     if value is not None:
                         later = (
                             Tag(tag.time + each.after, 0) if each.after else Tag(tag.time, tag.microstep + 1)
@@ -122,20 +120,16 @@ class Interpreter:
             result = getattr(states[reaction.reactor.name], reaction.method)(*given)
             lines.append((tag, reaction.name, result))
             if result is not None:
-                values[reaction.outputs[0].slot] = result
+                values[reaction.slot] = result
         return lines
 
     def _waits(self, reaction: Reaction, left: list[Reaction]) -> bool:
         for channel in reaction.reads:
-            while channel.source is not None and channel.after is None:
-                channel = channel.source
-            if channel.after is None and channel.writer in left:
+            if channel in left:
                 return True
         return any(each.reactor is reaction.reactor for each in left[: left.index(reaction)])
 
     def _read(self, channel: PlanChannel, values: dict[int, Any]) -> Any:
-        while channel.source is not None and channel.after is None:
-            channel = channel.source
         return values.get(channel.slot)
 
     def _add(self, tag: Tag, channel: PlanChannel, value: Any) -> None:
