@@ -93,19 +93,6 @@ class ReactorHost:
         return found
 
 
-class PlacedReaction:
-    """A reaction with its slots, and its outcome at the present tag."""
-
-    def __init__(self, reaction: Reaction) -> None:
-        self.name, self.slot, self.reactor = reaction.name, reaction.slot, reaction.reactor.index
-        self.inputs = tuple(
-            each.slot if isinstance(each, PlanChannel) else [one.slot for one in each]
-            for each in reaction.inputs
-        )
-        self.watched = tuple({each.slot for each in reaction.reads})
-        self.outcome: Outcome = (None, None)
-
-
 class PlanRun(ExitStack, ABC):
     """A plan that runs. Close it, or use it in a ``with`` statement.
 
@@ -119,12 +106,13 @@ class PlanRun(ExitStack, ABC):
 
     def __init__(self, plan: StaticPlan, traced: Traced | None) -> None:
         super().__init__()
-        self._levels = [[PlacedReaction(each) for each in level] for level in plan.levels()]
+        self._levels = plan.levels()
         self.counts = RunCounts()
         """What it has done so far."""
         self._name, self._traced = plan.name, traced
         self._empty = [None] * len(plan.channels)
         self._values: list[Any] = list(self._empty)  # of all slots at the present tag; None is no value
+        self._outcomes: list[Outcome] = [(None, None)] * len(plan.channels)  # by slot of the reaction
         self._delays = [
             (each.reads[0].slot, each.slot, each.after)
             for each in plan.channels
@@ -135,8 +123,8 @@ class PlanRun(ExitStack, ABC):
         self._is_whole = True  # whether the last tag ended
 
     @abstractmethod
-    def _execute(self, due: Sequence[PlacedReaction]) -> int:
-        """Run the reactions of one level with their ``_given`` inputs, and set their outcomes.
+    def _execute(self, due: Sequence[Reaction]) -> int:
+        """Run the reactions of one level with their ``_given`` inputs, and keep ``_outcomes``.
 
         Returns:
             The number of workers that were woken.
@@ -156,18 +144,18 @@ class PlanRun(ExitStack, ABC):
             )
         if not self._later:
             return None
-        self._is_whole, tag = False, min(self._later)
-        self._values[:] = self._empty
+        self._is_whole, tag, values = False, min(self._later), self._values
+        values[:] = self._empty
         for slot, value in self._later.pop(tag).items():
-            self._values[slot] = value
+            values[slot] = value
         for level in self._levels:
-            due = [each for each in level if any(self._values[slot] is not None for slot in each.watched)]
+            due = [each for each in level if any(values[one.slot] is not None for one in each.reads)]
             if due:
                 self.counts.handovers += self._execute(due)
             for each in due:
                 self._end(tag, each)
         for source, target, after in self._delays:
-            if (value := self._values[source]) is not None:
+            if (value := values[source]) is not None:
                 later = Tag(tag.time + after, 0) if after else Tag(tag.time, tag.microstep + 1)
                 self._later.setdefault(later, {})[target] = value
         self.counts.tags += 1
@@ -184,16 +172,17 @@ class PlanRun(ExitStack, ABC):
         """Return a channel's value at the last tag; None without one."""
         return self._values[channel.slot]
 
-    def _given(self, due: PlacedReaction) -> list[Any]:
+    def _given(self, due: Reaction) -> list[Any]:
         """Return the inputs of a reaction at the present tag."""
         values = self._values
         return [
-            values[each] if isinstance(each, int) else [values[one] for one in each] for each in due.inputs
+            values[each.slot] if isinstance(each, PlanChannel) else [values[one.slot] for one in each]
+            for each in due.inputs
         ]
 
-    def _end(self, tag: Tag, ended: PlacedReaction) -> None:
+    def _end(self, tag: Tag, ended: Reaction) -> None:
         """Write the result of a reaction into its slot, or raise its error."""
-        result, error = ended.outcome
+        result, error = self._outcomes[ended.slot]
         if isinstance(error, Exception):
             raise ClusterError(
                 f"reaction {ended.name} failed at time {tag.time}, microstep {tag.microstep}",
@@ -227,7 +216,7 @@ class StaticRun(PlanRun):
         self._host = ReactorHost(plan, 1, 0)
         self.reactors = self._host.objects
         """The reactors' objects by name."""
-        self._due: Sequence[PlacedReaction] = ()
+        self._due: Sequence[Reaction] = ()
         self._next: Iterator[int] = count()
         self._begun, self._ended = SimpleQueue[bool](), SimpleQueue[bool]()
         self._threads = [threading.Thread(target=self._help, daemon=True) for _ in range(workers - 1)]
@@ -237,7 +226,7 @@ class StaticRun(PlanRun):
         for _ in self._threads:
             self.callback(self._begun.put, False)
 
-    def _execute(self, due: Sequence[PlacedReaction]) -> int:
+    def _execute(self, due: Sequence[Reaction]) -> int:
         self._due, self._next = due, count()
         woken = min(len(self._threads), len(due) - 1)
         for _ in range(woken):
@@ -253,7 +242,8 @@ class StaticRun(PlanRun):
         for number in numbers:
             if number >= len(due):
                 return
-            due[number].outcome = self._host.react(due[number].slot, self._given(due[number]))
+            slot = due[number].slot
+            self._outcomes[slot] = self._host.react(slot, self._given(due[number]))
 
     def _help(self) -> None:
         while self._begun.get():
@@ -280,15 +270,15 @@ class BackendRun(PlanRun):
         super().__init__(plan, traced)
         self._hosts = WorkerSet(backend, pool, partial(ReactorHost, plan, backend.pools[pool]))
 
-    def _execute(self, due: Sequence[PlacedReaction]) -> int:
-        by_rank = defaultdict[int, list[PlacedReaction]](list)
+    def _execute(self, due: Sequence[Reaction]) -> int:
+        by_rank = defaultdict[int, list[Reaction]](list)
         for each in due:
-            by_rank[each.reactor % self._hosts.size].append(each)
+            by_rank[each.reactor.index % self._hosts.size].append(each)
         calls = {
             rank: self._hosts.call(rank, "react_all", *((each.slot, self._given(each)) for each in placed))
             for rank, placed in by_rank.items()
         }
         for rank, call in calls.items():
             for each, outcome in zip(by_rank[rank], call.read(), strict=True):
-                each.outcome = outcome
+                self._outcomes[each.slot] = outcome
         return len(calls)
