@@ -22,10 +22,9 @@ from typing import Any, NamedTuple, TypeVar
 from rillflow.errors import GraphError
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow_classic.operators.context import label_of
+from rillflow_classic.operators.shards import Method
 
 C = TypeVar("C", bound="PlanChannel")
-Method = str | Callable[..., Any]
-"""Name of a method of a reactor's object, or a function that is called with the object first."""
 
 
 class Tag(NamedTuple):

@@ -153,12 +153,8 @@ class LocalIterator(_Transforms):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ParallelIterator(_Transforms):
+class ParallelIterator(WorkerShards, _Transforms):
     """Items on every worker of a set; see ``from_workers``. It is read by a gather, and by only one."""
-
-    shards: WorkerShards
-    """The sequences of items on the workers."""
-    is_parallel = True
 
     def __iter__(self) -> Iterator[Any]:
         self.check()
@@ -170,12 +166,12 @@ class ParallelIterator(_Transforms):
         A barrier: the workers are called only when the next list is wanted. So no worker runs between two
         lists, and each message sent in between, such as new weights, precedes the next items.
         """
-        start = partial(self.shards.rounds, one_by_one=False)
+        start = partial(self.rounds, one_by_one=False)
         return LocalIterator(label="batch_across_workers", inputs=(self,), start=start)
 
     def gather_sync(self) -> LocalIterator:
         """Return the items of ``batch_across_workers`` one by one: the same barrier between two rounds."""
-        start = partial(self.shards.rounds, one_by_one=True)
+        start = partial(self.rounds, one_by_one=True)
         return LocalIterator(label="gather_sync", inputs=(self,), start=start)
 
     def gather_async(self, num_async: int = 1) -> LocalIterator:
@@ -186,16 +182,15 @@ class ParallelIterator(_Transforms):
         in the worker's mailbox: an item is made at most k - 1 items before the newest message.
         """
         _at_least_one("num_async", num_async)
-        start = partial(self.shards.as_they_come, num_async=num_async)
+        start = partial(self.as_they_come, num_async=num_async)
         return LocalIterator(label=f"gather_async {num_async}", inputs=(self,), start=start)
 
     def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
         if isinstance(function, Operator) and function.queue is not None:
             why, fix = "a queue is in the controller's process", "fill it after a gather"
             raise GraphError(f"{label} runs on {self.role}", why=why, fix=fix)
-        transforms: tuple[Transform, ...] = (*self.shards.transforms, partial(transformed, function, is_flat))
-        shards = replace(self.shards, transforms=transforms)
-        return type(self)(label=label, inputs=(self,), role=self.role, shards=shards)
+        last: Transform = partial(transformed, function, is_flat)
+        return replace(self, label=label, inputs=(self,), transforms=(*self.transforms, last))
 
 
 def from_workers(workers: WorkerSet[Any], method: Method, *arguments: Any) -> ParallelIterator:
@@ -207,8 +202,9 @@ def from_workers(workers: WorkerSet[Any], method: Method, *arguments: Any) -> Pa
         arguments: its arguments.
     """
     label = method if isinstance(method, str) else label_of(method).strip("_")
-    shards = WorkerShards(workers=workers, method=method, arguments=arguments)
-    return ParallelIterator(label=label, role=workers.pool, shards=shards)
+    return ParallelIterator(
+        label=label, role=workers.pool, workers=workers, method=method, arguments=arguments
+    )
 
 
 def from_items(items: Iterable[Any], label: str = "items") -> LocalIterator:

@@ -21,6 +21,7 @@ from uuid import uuid4
 from rillflow.errors import ClusterError
 from rillflow.workers.backend import RankLost, Site
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext, SourceWorker, label_of
+from rillflow_classic.operators.nodes import PlanNode
 from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet, wait_any
 
 Function = Callable[[Any], Any] | Operator
@@ -30,8 +31,8 @@ Method = str | Callable[..., Any]
 """Name of a worker's method, or a function of the worker."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerShards:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WorkerShards(PlanNode):
     """A sequence of items on every worker of a set."""
 
     workers: WorkerSet[Any]
@@ -42,6 +43,7 @@ class WorkerShards:
     """Its arguments."""
     transforms: tuple[Transform, ...] = ()
     """Transforms that run on the worker."""
+    is_parallel = True
 
     def rounds(self, context: PlanContext, *, one_by_one: bool) -> Iterator[Any]:
         """Yield lists of one item per worker, or their items one by one; see ``ParallelIterator``."""
