@@ -117,7 +117,7 @@ class Interpreter:
             ]
             if all(self._read(each, values) is None for each in reaction.reads):
                 continue
-            result = getattr(states[reaction.reactor.name], reaction.method)(*given)
+            result = getattr(states[reaction.reactor.name], str(reaction.method))(*given)
             lines.append((tag, reaction.name, result))
             if result is not None:
                 values[reaction.slot] = result
