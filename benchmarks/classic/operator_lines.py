@@ -74,6 +74,26 @@ def of_function(path: Path, name: str) -> Lines:
     raise LookupError(f"{path} has no function {name}")
 
 
+def with_helpers(path: Path, name: str) -> Lines:
+    """Return the lines of a hand-written function and of the functions of ``actors.py`` that it calls."""
+    helpers = HERE / "hand_written" / "actors.py"
+    trees = {each: ast.parse(each.read_text("utf-8")).body for each in (path, helpers)}
+    functions = {
+        node.name: (each, node)
+        for each, nodes in trees.items()
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+    }
+    found: Lines = set()
+    waiting = [name]
+    while waiting:
+        each, node = functions.pop(waiting.pop(), (path, None))
+        if node is not None:
+            found |= of_function(each, node.name)
+            waiting += [one.id for one in ast.walk(node) if isinstance(one, ast.Name)]
+    return found
+
+
 def ran_while(work: Callable[[], Any]) -> Lines:
     """Return the lines of the functions of the operators that run while some work is done, in any thread."""
     ran: set[CodeType] = set()
@@ -128,7 +148,7 @@ def lines_table() -> str:
             for function in functions
             for each in of_function(Path(inspect.getsourcefile(names[function]) or ""), function)
         }
-        hand = of_function(HERE / "hand_written" / f"{module}.py", "train")
+        hand = with_helpers(HERE / "hand_written" / f"{module}.py", "train")
         ran = own | ran_while(partial(run_inline, name))
         rows.append(
             f"| {name} | {len(own)} | {len(hand)} | {len(hand) / len(own):.1f} | {len(ran)} "

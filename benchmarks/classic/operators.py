@@ -5,16 +5,21 @@
     python benchmarks/classic/operators.py overhead --rounds 25
     python benchmarks/classic/operators.py depth --rounds 5
 
-*lines*: the function that runs the algorithm over workers, in both forms. Losses, networks and settings are
-the same code and do not count. Both forms do the same: they leave a lost actor out, raise
-the error of a load that nobody reads, and report lag and losses. "With shared" adds, for a plan, every
-function of ``operators/``, ``system.py`` and ``worker_set.py`` that runs while the plan makes a few items, in
-this process or at a worker; for a hand-written form, the actor class that they share.
+*lines*: the functions that run the algorithm over workers, in both forms; by hand, with the helpers that they
+call. Losses, networks and settings are the same code and do not count. Both forms do the same: they leave a
+lost actor out, raise the error of a load that nobody reads, and report lag and losses. "With shared" adds,
+for a plan, every function of ``operators/``, ``system.py`` and ``worker_set.py`` that runs while the plan
+makes a few items, in this process or at a worker; for a hand-written form, the actor class.
 
 *overhead*: both forms have the same actors on one Ray cluster. They take turns, and the form that begins
-changes with every round. *call*: an environment and a policy that do nothing, fragments of one step.
-*CartPole*: fragments of 16 x 128 steps, a policy that does nothing. *learning*: whole algorithms. ``--cases
-apex`` runs Ape-X; its forms take different numbers of fragments for an update, so their rates do not compare.
+changes with every round; two neighbours are a pair. *call*: an environment and a policy that do nothing,
+fragments of one step. *CartPole*: fragments of 16 x 128 steps, a policy that does nothing. *learning*: whole
+algorithms. ``--cases apex`` runs Ape-X; its forms take different numbers of fragments for an update, so their
+rates do not compare. Items come in *rounds* of all actors, or *as they come*. The CPU time of the
+controller's thread for an item hardly depends on other programs. Its extra in a plan is measured where
+nothing is learned; "of a step" is that extra, with CartPole's fragments and the same order of items, over the
+CPU time of the algorithm's hand-written item: in the controller and in one actor, as the actors work side by
+side. The wall time needs an idle machine.
 
 *depth*: items per second and lag of ``gather_async(num_async)`` if the controller does nothing with an item,
 and if it is as busy as the actors.
@@ -69,31 +74,60 @@ class Case:
     """Row of the table."""
     steps: int
     """Environment steps of an item."""
+    order: str
+    """Order of its items: rounds, or as they come."""
+    learns: bool = False
+    """Whether it is a whole algorithm."""
     hand: Callable[[], Iterator[Any]]
     """Begins the hand-written form."""
     plan: Callable[[], Iterator[Any]]
     """Begins the plan."""
+    actors: WorkerSet[Actor]
+    """Actors of the plan."""
+    bare: Sequence[Any]
+    """Actors of the hand-written form."""
+
+    def spent_s(self) -> dict[str, Callable[[], float]]:
+        """Return functions that ask for the CPU time of the actors of either form."""
+        import ray
+
+        places = range(ACTORS)
+        return {
+            "hand": lambda: sum(ray.get([each.spent_s.remote() for each in self.bare])),
+            "plan": lambda: sum(self.actors.run(index, process_s).read() for index in places),
+        }
+
+
+def process_s(actor: Actor) -> float:
+    """Return the CPU time of an actor's process."""
+    del actor
+    return time.process_time()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Some items of one form."""
+    """Microseconds of an item of one form, over some items."""
 
     wall_us: float
-    """Microseconds of an item."""
+    """Wall time."""
     own_us: float
-    """Microseconds of CPU time of this process for an item."""
+    """CPU time of this thread."""
+    actor_us: float
+    """CPU time of an actor's process; its share if the items come from one actor each."""
 
 
-def measure(items: Iterator[Any], seconds: float, warm: int = 1) -> Measured:
-    """Take items for some seconds."""
-    for _ in range(warm):
-        next(items)
-    began, own, count = time.perf_counter(), time.process_time(), 0
+def measure(items: Iterator[Any], seconds: float, spent_s: Callable[[], float] = float) -> Measured:
+    """Take items for some seconds; ``spent_s`` returns the CPU time of all actors."""
+    next(items)
+    theirs = spent_s()
+    began, own, count = time.perf_counter(), time.thread_time(), 0
     while (passed := time.perf_counter() - began) < seconds:
         next(items)
         count += 1
-    return Measured(wall_us=1e6 * passed / count, own_us=1e6 * (time.process_time() - own) / count)
+    own = time.thread_time() - own
+    parts = passed, own, (spent_s() - theirs) / ACTORS
+    wall_us, own_us, actor_us = (1e6 * each / count for each in parts)
+    return Measured(wall_us=wall_us, own_us=own_us, actor_us=actor_us)
 
 
 class Cluster:
@@ -144,16 +178,22 @@ def cases(cluster: Cluster, names: Sequence[str]) -> Iterator[Case]:
             make = partial(still_actor, slots, steps)
             actors, bare = cluster.workers(make), cluster.bare(make)
             yield Case(
-                name=f"{name}, rounds of all actors",
+                name=f"{name}, rounds",
+                order="rounds",
                 steps=ACTORS * max(slots, 1) * steps,
+                actors=actors,
+                bare=bare,
                 hand=lambda bare=bare: ppo_by_hand.train(bare, StillLearner()),
                 plan=lambda actors=actors: iter(
                     ppo.plan(CallSystem(actors, {"policy": StillLearner()}), None)
                 ),
             )
             yield Case(
-                name=f"{name}, items as they come",
+                name=f"{name}, as they come",
+                order="as they come",
                 steps=max(slots, 1) * steps,
+                actors=actors,
+                bare=bare,
                 hand=lambda bare=bare: as_they_come(bare),
                 plan=lambda actors=actors: iter(from_workers(actors, "sample").gather_async()),
             )
@@ -165,7 +205,11 @@ def cases(cluster: Cluster, names: Sequence[str]) -> Iterator[Case]:
             by_hand = {"a3c": a3c_by_hand, "dqn": dqn_by_hand}.get(name, ppo_by_hand)
             yield Case(
                 name=f"{name}, learning CartPole",
+                order="as they come" if name == "a3c" else "rounds",
+                learns=True,
                 steps=slots * steps * (1 if name == "a3c" else ACTORS),
+                actors=actors,
+                bare=bare,
                 hand=lambda name=name, bare=bare, by_hand=by_hand: by_hand.train(bare, learner_of(name)),
                 plan=lambda name=name, actors=actors: plan_of(name, actors),
             )
@@ -174,7 +218,11 @@ def cases(cluster: Cluster, names: Sequence[str]) -> Iterator[Case]:
         actors, bare, settings = cluster.workers(make), cluster.bare(make), settings_of("apex")
         yield Case(
             name="apex, learning CartPole (updates, not steps)",
+            order="as they come",
+            learns=True,
             steps=settings.updates,
+            actors=actors,
+            bare=bare,
             hand=lambda: apex_by_hand.train(bare, cluster.shards(), learner_of("apex"), settings),
             plan=lambda: plan_of("apex", actors),
         )
@@ -201,25 +249,29 @@ def as_they_come(actors: Sequence[Any]) -> Iterator[Any]:
 def overhead_table(arguments: argparse.Namespace) -> str:
     """Return the table of both forms."""
     rows = [
-        "| work | by hand, steps/s | plan, steps/s | by hand, µs an item (of the controller's CPU) "
-        "| plan, µs an item (of the controller's CPU) | overhead |",
-        "|---|---|---|---|---|---|",
+        "| work | by hand, steps/s | plan, steps/s | by hand, µs an item (CPU: controller, actor) | plan "
+        "| controller's extra CPU, µs an item | of a step | wall time |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    extra: dict[str, list[float]] = {}
     with ExitStack() as stack:
         for case in cases(Cluster(stack), arguments.cases.split(",")):
             forms = {"hand": case.hand(), "plan": case.plan()}
             found: dict[str, list[Measured]] = {"hand": [], "plan": []}
+            spent_s = case.spent_s()
             for turn in range(arguments.rounds):
                 for form in sorted(forms, reverse=bool(turn % 2)):
-                    found[form].append(measure(forms[form], arguments.seconds))
-            rows.append(_row(case, found))
+                    found[form].append(measure(forms[form], arguments.seconds, spent_s[form]))
+            if not case.learns:
+                extra[case.order] = _extra_us(found)
+            rows.append(_row(case, found, extra.get(case.order) or _extra_us(found)))
             print(rows[-1], flush=True)
             for items in forms.values():
                 items.close()  # type: ignore[attr-defined]
     return "\n".join(rows)
 
 
-def median_with_interval(values: Sequence[float]) -> str:
+def median_with_interval(values: Sequence[float], unit: str) -> str:
     """Return the median and its 95% interval, from order statistics: it needs no distribution."""
     ordered, n = sorted(values), len(values)
     outside = 0.0
@@ -227,19 +279,31 @@ def median_with_interval(values: Sequence[float]) -> str:
     while (outside := outside + comb(n, first) / 2**n) <= 0.025:
         first += 1
     low, high = ordered[max(first - 1, 0)], ordered[min(n - first, n - 1)]
-    return f"{median(values):+.1f}% ({low:+.1f} .. {high:+.1f})"
+    digits = 1 if unit else 0
+    return f"{median(values):+.{digits}f}{unit} ({low:+.{digits}f} .. {high:+.{digits}f})"
 
 
-def _row(case: Case, found: dict[str, list[Measured]]) -> str:
+def _extra_us(found: dict[str, list[Measured]]) -> list[float]:
+    """Return the controller's extra CPU time for an item of the plan, of every pair."""
+    return [plan.own_us - hand.own_us for hand, plan in zip(found["hand"], found["plan"], strict=True)]
+
+
+def _row(case: Case, found: dict[str, list[Measured]], operators_us: list[float]) -> str:
     wall = {form: median(each.wall_us for each in rounds) for form, rounds in found.items()}
     own = {form: median(each.own_us for each in rounds) for form, rounds in found.items()}
-    pairs = zip(found["hand"], found["plan"], strict=True)
-    extra = [100 * (plan.wall_us / hand.wall_us - 1) for hand, plan in pairs]
+    actor = {form: median(each.actor_us for each in rounds) for form, rounds in found.items()}
+    slower = [
+        100 * (plan.wall_us / hand.wall_us - 1)
+        for hand, plan in zip(found["hand"], found["plan"], strict=True)
+    ]
+    step = own["hand"] + actor["hand"]
     cells = [
         case.name,
         *(f"{1e6 * case.steps / wall[form]:,.0f}" for form in found),
-        *(f"{wall[form]:,.0f} ({own[form]:,.0f})" for form in found),
-        median_with_interval(extra),
+        *(f"{wall[form]:,.0f} ({own[form]:,.0f}, {actor[form]:,.0f})" for form in found),
+        "" if case.learns else median_with_interval(operators_us, ""),
+        median_with_interval([100 * each / step for each in operators_us], "%"),
+        median_with_interval(slower, "%"),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -314,8 +378,8 @@ def main() -> None:
     parts = {"lines": lines_table, "overhead": overhead_table, "depth": depth_table}
     titles = {
         "lines": "Code lines of the function that runs the algorithm over workers",
-        "overhead": f"{ACTORS} actors on Ray, medians of {arguments.rounds} rounds; overhead of each round, "
-        "with the 95% interval of its median",
+        "overhead": f"{ACTORS} actors on Ray, medians of {arguments.rounds} rounds; the last three columns "
+        "are differences of pairs, with the 95% interval of their median",
         "depth": f"{ACTORS} actors whose items take {WORK_S * 1e3:g} ms, mean and 95% interval",
     }
     load = os.getloadavg()[0]

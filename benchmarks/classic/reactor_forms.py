@@ -31,7 +31,7 @@ from reactor_workloads import (
 )
 
 from rillflow_classic.executor.plan import StaticPlan
-from rillflow_classic.executor.threads import StaticRun
+from rillflow_classic.executor.run import StaticRun
 
 Form = Callable[[int], object]
 """Makes some rounds."""
@@ -150,7 +150,7 @@ def gather_plan(
 ) -> StaticPlan:
     """Return the plan go -> every worker -> end, whose end begins the next round."""
     plan = StaticPlan("gather")
-    again = plan.forward("again", after=0)
+    again = plan.delayed("again")
     begun = plan.reactor("go", partial(Step, go)).react("first", plan.startup(), again)
     done = [
         plan.reactor(f"worker {index}", partial(Step, make)).react(method, begun)
@@ -296,7 +296,7 @@ def q_learning(
 
 def _q_plan(batch: int, actors: Sequence[QActor]) -> StaticPlan:
     plan = StaticPlan("q-learning")
-    again = plan.forward("weights", after=0)
+    again = plan.delayed("weights")
     learner = QLearner()
     first = plan.reactor("first", partial(Step, lambda: learner.weights)).react("ready", plan.startup())
     relay = plan.reactor("weights", _Either).react("either", first, again)
@@ -337,14 +337,12 @@ def inference(
 
 def _junction_plan(agents: int, sink: TextIO | None) -> StaticPlan:
     plan = StaticPlan("junction")
-    again = plan.forward("actions", after=0)
+    again = plan.delayed("actions")
     junction = plan.reactor("junction", partial(_Junction, agents, sink))
-    seen = junction.react_many("step", plan.startup(), again, outputs=agents)
+    seen = junction.react("step", plan.startup(), again)
     actions = [
-        plan.reactor(f"agent {index}", partial(Step, lambda index=index: AgentPolicy(index).act)).react(
-            "use", each
-        )
-        for index, each in enumerate(seen)
+        plan.reactor(f"agent {index}", partial(AgentPolicy, index)).react(partial(_act, index), seen)
+        for index in range(agents)
     ]
     again.connect(plan.reactor("actions", partial(Step, lambda: list)).react("use", actions))
     return plan
@@ -354,12 +352,17 @@ class _Junction:
     def __init__(self, agents: int, sink: TextIO | None) -> None:
         self._environment, self._sink = TrafficJunction(agents), sink
 
-    def step(self, start: Any, actions: list[int] | None) -> tuple[Array, ...]:
+    def step(self, start: Any, actions: list[int] | None) -> list[Array]:
         """Return the observation of every agent."""
         del start
         found = self._environment.step(actions)
         shown(found, self._sink)
-        return tuple(found)
+        return found
+
+
+def _act(index: int, policy: AgentPolicy, seen: list[Array]) -> int:
+    """Act on the agent's own observation."""
+    return policy.act(seen[index])
 
 
 def _junction_on_ray(agents: int, sink: TextIO | None, ray: RayActors) -> dict[str, Form]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,9 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from hand_written.actors import unfinished
-from rillflow.errors import ClusterError
-from rillflow.records.metrics import Metrics, Sum, merge_metrics
+from hand_written.actors import left_out, send, unfinished
+from rillflow.records.metrics import Metrics, merge_metrics
 from rillflow_classic.on_policy import fragment_metrics
 
 
@@ -45,12 +43,7 @@ def train(actors: Sequence[Any], shards: Sequence[Any], learner: Any, settings: 
             try:
                 fragment = ray.get(call)
             except RayActorError as error:
-                if actor in live:
-                    live.remove(actor)
-                    held.append({"actor/lost/sum": Sum(value=1.0)})
-                    logging.warning("an actor is left out: %s", error)
-                if not live:
-                    raise ClusterError("all actors are lost") from error
+                held.append(left_out(actor, live, error))
                 continue
             held.append(fragment_metrics(fragment, learner.version))
             sent = unfinished(sent)
@@ -62,8 +55,7 @@ def train(actors: Sequence[Any], shards: Sequence[Any], learner: Any, settings: 
         held.append(learner.update(batch))
         sent.append(shard.set_priorities.remote(batch.serials, learner.errors))
         if learner.version % settings.publish_every == 0:
-            weights = learner.weights()
-            sent += [actor.load.remote(learner.version, weights) for actor in live]
+            sent = send(learner, live, sent)
         count += 1
         if count % settings.updates == 0:
             yield merge_metrics(held)

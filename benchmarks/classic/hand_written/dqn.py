@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError
-
-from hand_written.actors import unfinished
-from rillflow.errors import ClusterError
-from rillflow.records.metrics import Metrics, Sum
-from rillflow_classic.fragment import joined
+from hand_written.actors import one_round, send
+from rillflow.records.metrics import Metrics
 from rillflow_classic.on_policy import fragment_metrics
 
 
@@ -20,25 +14,9 @@ def train(actors: Sequence[Any], learner: Any) -> Iterator[Metrics]:
     """Yield the metrics of every round."""
     live, loads, buffer = list(actors), [], learner.make_replay()
     while True:
-        lost = 0
-        calls = [(actor, actor.sample.remote()) for actor in live]
-        fragments = []
-        for actor, call in calls:
-            try:
-                fragments.append(ray.get(call))
-            except RayActorError as error:
-                live.remove(actor)
-                lost += 1
-                logging.warning("an actor is left out: %s", error)
-        if not live:
-            raise ClusterError("all actors are lost")
-        fragment = joined(fragments)
-        metrics = dict(fragment_metrics(fragment, learner.version))
+        fragment, lost = one_round(live)
+        acted = fragment_metrics(fragment, learner.version)
         buffer.add(fragment)
-        metrics |= learner.train(buffer)
-        if lost:
-            metrics["actor/lost/sum"] = Sum(value=float(lost))
-        weights = learner.weights()
-        loads = unfinished(loads)
-        loads += [actor.load.remote(learner.version, weights) for actor in live]
+        metrics = {**acted, **learner.train(buffer), **lost}
+        loads = send(learner, live, loads)
         yield metrics

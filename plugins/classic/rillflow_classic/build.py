@@ -169,14 +169,9 @@ def make_trainer(parts: Parts, rank: int) -> RankLearner:
     return cast(RankLearner, next(iter(parts.learners().values())))
 
 
-def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem | StaticSystem:
+def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
     """Start the workers, which end with the stack, and return the system of a run."""
     workers = parts.workers
-    if workers.executor == "static":
-        made = [make_actor(parts, None, index) for index in range(workers.actors)]
-        static = StaticSystem(made, parts.learners(), workers.threads)
-        stack.callback(static.close)
-        return static
     backend = BACKENDS[workers.place]()
     stack.callback(backend.close)
     pools = [Pool(name=ACTORS, size=workers.actors, world=1)]
@@ -194,7 +189,12 @@ def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem | S
             name: DataParallelLearner(backend, TRAINERS, make, each.policy) for name, each in learners.items()
         }
     if workers.transport == "calls":
-        return CallSystem(WorkerSet(backend, ACTORS, partial(make_actor, parts, None)), learners)
+        called = WorkerSet(backend, ACTORS, partial(make_actor, parts, None))
+        if workers.executor == "pull":
+            return CallSystem(called, learners)
+        static = StaticSystem(called, learners, workers.threads)
+        stack.callback(static.close)
+        return static
     spec = _stream_spec(parts, learners)
     transport: Transport
     if workers.transport == "tcp":

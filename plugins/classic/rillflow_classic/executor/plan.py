@@ -1,8 +1,8 @@
 """Static plan: reactors, their reactions and the channels between them, checked before anything runs.
 
-    startup, timer ──> reaction of a reactor ── channel ──> reactions        the same tag
-                            ^                      └─ after=0 ─────────┐     the next microstep
-                            └──────────────────────────────────────────┘     after=t: t later
+    startup ──> reaction of a reactor ── channel ──> reactions        the same tag
+                      ^                    └─ after=0 ─────────┐      the next microstep
+                      └────────────────────────────────────────┘      after=t: t later
 
 Logical time is a tag (time, microstep). A reaction runs at a tag if one of its inputs has a value there. Its
 level is the length of the longest chain of reactions before it within a tag, so the reactions of one level
@@ -16,10 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, NamedTuple, TypeVar
 
 from rillflow.errors import GraphError
 from rillflow.graph.graph import Edge, Graph, Stage
+from rillflow_classic.operators.context import label_of
+from rillflow_classic.operators.shards import Method
+
+C = TypeVar("C", bound="PlanChannel")
 
 
 class Tag(NamedTuple):
@@ -31,89 +36,66 @@ class Tag(NamedTuple):
     """Position among the points of the same time."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class PlanChannel:
-    """A place for one value at each tag. Reactions read it at the tag of the value."""
+    """A place for one value at each tag: a startup, a reaction's result, or a delayed channel."""
 
     name: str
-    """Name in drawings and errors."""
+    """Name in drawings, traces and errors."""
     slot: int
     """Index of its preallocated slot."""
-    after: int | None = None
-    """Delay of a forward channel; 0: the next microstep; None: no delay."""
-    writer: Reaction | None = None
-    """Reaction that writes it; None for a forward channel, a startup or a timer."""
-    source: PlanChannel | None = None
-    """Channel that feeds a forward channel."""
-    period: int | None = None
-    """Period of a timer; 0: once, at the start."""
-    value: Any = True
-    """Value of a startup or a timer."""
+    value: Any = None
+    """Value of a startup."""
+    reads: list[PlanChannel] = field(default_factory=list)
+    """Channels that its values come from."""
 
-    @property
-    def instant(self) -> PlanChannel:
-        """The channel that has its values at the same tag: itself, or the source without a delay between."""
-        channel = self
-        while channel.source is not None and channel.after is None:
-            channel = channel.source
-        return channel
+
+@dataclass(eq=False, kw_only=True)
+class DelayedChannel(PlanChannel):
+    """A channel that has the values of another one at later tags."""
+
+    after: int
+    """Delay; 0: the next microstep."""
 
     def connect(self, source: PlanChannel) -> None:
-        """Feed this forward channel from another channel.
+        """Feed it from a channel that is declared later.
 
         Raises:
-            GraphError: it is no forward channel, or has a source already.
+            GraphError: it has a source already.
         """
-        if self.writer is not None or self.period is not None:
+        if self.reads:
             raise GraphError(
                 f"channel {self.name!r} is connected to {source.name!r}",
-                why="it has a writer of its own",
-                fix="connect a channel of StaticPlan.forward",
-            )
-        if self.source is not None:
-            raise GraphError(
-                f"channel {self.name!r} is connected to {source.name!r}",
-                why=f"it is fed by {self.source.name!r} already, and a channel has one value at a tag",
+                why=f"it is fed by {self.reads[0].name!r} already, and a channel has one value at a tag",
                 fix="read both channels in one reaction",
             )
-        self.source = source
+        self.reads.append(source)
 
 
 Input = PlanChannel | Sequence[PlanChannel]
 """One channel, or several that a reaction receives as a list: a gather."""
 
 
-@dataclass(eq=False)
-class Reaction:
-    """One method of a reactor."""
+@dataclass(eq=False, kw_only=True)
+class Reaction(PlanChannel):
+    """One method of a reactor, and the channel of its result."""
 
-    index: int
-    """Position in the order of declaration."""
     reactor: Reactor
     """Its reactor."""
-    method: str
-    """Name of the method."""
-    inputs: tuple[Input, ...]
+    method: Method
+    """What runs."""
+    inputs: list[Input] = field(default_factory=list)
     """What the method is called with, in order."""
-    outputs: tuple[PlanChannel, ...] = ()
-    """Channels that its result is written to."""
 
-    @property
-    def name(self) -> str:
-        """Name in drawings, traces and errors."""
-        return f"{self.reactor.name}.{self.method}"
-
-    @property
-    def reads(self) -> list[PlanChannel]:
-        """Every channel that it reads."""
-        return [
-            channel
-            for each in self.inputs
-            for channel in ((each,) if isinstance(each, PlanChannel) else tuple(each))
-        ]
+    def connect(self, *inputs: Input) -> Reaction:
+        """Add inputs, behind those it has; they may be declared later than it."""
+        self.inputs += inputs
+        for each in inputs:
+            self.reads += [each] if isinstance(each, PlanChannel) else each
+        return self
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Reactor:
     """State with reactions. Made by ``StaticPlan.reactor``."""
 
@@ -126,25 +108,15 @@ class Reactor:
     plan: StaticPlan
     """Its plan."""
 
-    def react(self, method: str, *inputs: Input) -> PlanChannel:
-        """Declare a reaction with one output.
+    def react(self, method: Method, *inputs: Input) -> Reaction:
+        """Declare a reaction.
 
         At a tag with a value in an input, ``method(*values)`` runs; an input without a value there is None.
-        Its result is the output's value; None is no value. Values travel by reference: a reaction must not
-        change a value that it was given or has returned.
+        Its result is the value of its channel; None is no value. Values travel by reference: a reaction must
+        not change a value that it was given or has returned.
         """
-        return self.react_many(method, *inputs, outputs=1)[0]
-
-    def react_many(self, method: str, *inputs: Input, outputs: int) -> tuple[PlanChannel, ...]:
-        """Declare a reaction with several outputs; the method returns a tuple with a value for each."""
-        if outputs < 1:
-            raise GraphError(
-                f"{self.name}.{method} has {outputs} outputs", why="None is no value, so 1 will do"
-            )
-        reaction = Reaction(index=len(self.plan.reactions), reactor=self, method=method, inputs=inputs)
-        self.plan.reactions.append(reaction)
-        reaction.outputs = tuple(self.plan.channel(reaction.name, writer=reaction) for _ in range(outputs))
-        return reaction.outputs
+        name = f"{self.name}.{method if isinstance(method, str) else label_of(method).strip('_')}"
+        return self.plan.added(Reaction, name, reactor=self, method=method).connect(*inputs)
 
 
 @dataclass
@@ -153,7 +125,7 @@ class StaticPlan:
 
     Example:
         plan = StaticPlan("ping")
-        back = plan.forward("back", after=0)
+        back = plan.delayed("back")
         ping, pong = plan.reactor("ping", Ping), plan.reactor("pong", Pong)
         sent = ping.react("send", plan.startup(), back)
         back.connect(pong.react("answer", sent))
@@ -164,10 +136,13 @@ class StaticPlan:
     """Name of the plan."""
     reactors: list[Reactor] = field(default_factory=list)
     """Its reactors."""
-    reactions: list[Reaction] = field(default_factory=list)
-    """Their reactions, in the order of declaration."""
     channels: list[PlanChannel] = field(default_factory=list)
     """All channels, by slot."""
+
+    @property
+    def reactions(self) -> list[Reaction]:
+        """All reactions, in the order of declaration."""
+        return [each for each in self.channels if isinstance(each, Reaction)]
 
     def reactor(self, name: str, make: Callable[[], Any]) -> Reactor:
         """Add a reactor.
@@ -184,119 +159,75 @@ class StaticPlan:
 
     def startup(self, value: Any = True) -> PlanChannel:
         """Return a channel that has a value once, at the first tag."""
-        return self.channel("startup", period=0, value=value)
+        return self.added(PlanChannel, "startup", value=value)
 
-    def timer(self, period: int, value: Any = True) -> PlanChannel:
-        """Return a channel that has a value at time 0 and then every ``period``."""
-        if period < 1:
-            raise GraphError(f"a timer of {self.name} has period {period}", why="time must advance")
-        return self.channel(f"timer {period}", period=period, value=value)
-
-    def forward(self, name: str, *, after: int | None = None) -> PlanChannel:
-        """Return a channel to be connected later.
-
-        Args:
-            name: its name.
-            after: delay; 0: the next microstep; None: the same tag, which closes no cycle.
-        """
-        if after is not None and after < 0:
+    def delayed(self, name: str, *, after: int = 0) -> DelayedChannel:
+        """Return a channel to be connected later, which has its values ``after`` later; 0: a microstep."""
+        if after < 0:
             raise GraphError(f"channel {name!r} has a delay of {after}", why="time never goes back")
-        return self.channel(name, after=after)
+        return self.added(DelayedChannel, name, after=after)
 
-    def channel(self, name: str, **more: Any) -> PlanChannel:
-        """Add a channel."""
-        self.channels.append(PlanChannel(name=name, slot=len(self.channels), **more))
-        return self.channels[-1]
+    def added(self, kind: Callable[..., C], name: str, **more: Any) -> C:
+        """Add a channel of some kind."""
+        made = kind(name=name, slot=len(self.channels), **more)
+        self.channels.append(made)
+        return made
 
     def levels(self) -> list[list[Reaction]]:
         """Return the reactions by level, each level in the order of declaration.
 
         Raises:
-            GraphError: a cycle has no delay, a forward channel is not connected, a reaction reads nothing,
-                or reads a channel of another plan.
+            GraphError: a cycle has no delay, a channel has no source, or one of another plan.
         """
-        self._check_inputs()
-        before = {each: self._before(each) for each in self.reactions}
-        level: dict[Reaction, int] = {}
-        left = list(self.reactions)
-        while left:
-            ready = [each for each in left if all(one in level for one in before[each])]
-            if not ready:
-                raise self._cycle(left, before)
-            for each in ready:
-                level[each] = 1 + max((level[one] for one in before[each]), default=-1)
-            left = [each for each in left if each not in level]
-        found: list[list[Reaction]] = [[] for _ in range(max(level.values(), default=-1) + 1)]
-        for each in self.reactions:
-            found[level[each]].append(each)
+        self._check_channels()
+        sorter = TopologicalSorter({each: self._before(each) for each in self.reactions})
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            path = " -> ".join(each.name for each in error.args[1])
+            raise GraphError(
+                f"{self.name} has a cycle without a delay: {path}",
+                why="each of these reactions would have to run before the others at the same tag; those of "
+                "one reactor run in the order of their declaration",
+                fix="close the cycle with plan.delayed(NAME)",
+            ) from None
+        found = []
+        while ready := sorter.get_ready():
+            sorter.done(*ready)
+            found.append(sorted(ready, key=lambda each: each.slot))
         return found
 
     def graph(self) -> Graph:
         """Return the plan as a graph that can be drawn; an edge says if it is delayed."""
         self.levels()
-        stages = tuple(
-            Stage(index=each.index, role=each.reactor.name, endpoint=each.method, reads=(), writes=())
-            for each in self.reactions
-        )
-        edges: dict[tuple[int, int], set[str]] = {}
-        for each in self.reactions:
+        numbers: dict[PlanChannel, int] = {each: number for number, each in enumerate(self.reactions)}
+        stages, edges = [], dict[tuple[int, int], tuple[str, ...]]()
+        for number, each in enumerate(self.reactions):
+            role, method = each.reactor.name, each.name.removeprefix(f"{each.reactor.name}.")
+            stages.append(Stage(index=number, role=role, endpoint=method, reads=(), writes=()))
             for channel in each.reads:
-                writer = _origin(channel).writer
-                names = edges.setdefault((each.index, -1 if writer is None else writer.index), set())
-                names |= {"delayed"} if channel.instant.after is not None else set()
+                is_delayed = isinstance(channel, DelayedChannel)
+                key = number, numbers.get(channel.reads[0] if is_delayed else channel, -1)
+                edges[key] = ("delayed",) if is_delayed else edges.get(key, ())
         drawn = [
-            Edge(source=source, destination=destination, fields=tuple(names))
-            for (destination, source), names in sorted(edges.items())
+            Edge(source=source, destination=destination, fields=fields)
+            for (destination, source), fields in sorted(edges.items())
         ]
-        return Graph(name=self.name, stages=stages, edges=tuple(drawn), given=("start",))
+        return Graph(name=self.name, stages=tuple(stages), edges=tuple(drawn), given=("start",))
 
     def _before(self, reaction: Reaction) -> list[Reaction]:
         """Return the reactions that precede one at every tag."""
-        found = [writer for channel in reaction.reads if (writer := channel.instant.writer) is not None]
-        same = [one for one in self.reactions[: reaction.index] if one.reactor is reaction.reactor]
-        return found + same[-1:]
+        found = [each for each in reaction.reads if isinstance(each, Reaction)]
+        same = [each for each in self.reactions if each.reactor is reaction.reactor]
+        return found + same[: same.index(reaction)][-1:]
 
-    def _check_inputs(self) -> None:
-        for each in self.reactions:
-            if not each.reads:
+    def _check_channels(self) -> None:
+        for each in self.channels:
+            if not each.reads and each.value is None:
                 raise GraphError(
-                    f"{each.name} reads no channel", why="it would never run", fix="give it a startup"
+                    f"{each.name!r} reads no channel",
+                    why="it would never have a value, and what reads it would wait for ever",
+                    fix="give a reaction a startup, and connect a delayed channel",
                 )
-            for channel in each.reads:
-                self._check_own(channel, each.name)
-        for channel in self.channels:
-            if channel.source is not None:
-                self._check_own(channel.source, f"channel {channel.name!r}")
-            origin = _origin(channel)
-            if origin.writer is None and origin.period is None:
-                raise GraphError(
-                    f"channel {channel.name!r} of {self.name} has no source",
-                    why="no reaction, startup or timer feeds it, so its readers would wait for ever",
-                    fix="connect it to a channel that has values, or remove it",
-                )
-
-    def _check_own(self, channel: PlanChannel, reader: str) -> None:
-        if channel.slot >= len(self.channels) or self.channels[channel.slot] is not channel:
-            raise GraphError(f"{reader} reads {channel.name!r} of another plan", why="plans share no channel")
-
-    def _cycle(self, left: Sequence[Reaction], before: dict[Reaction, list[Reaction]]) -> GraphError:
-        """Return the error that names a cycle among reactions that have no level."""
-        path = [left[0]]
-        while path.count(path[-1]) < 2:
-            path.append(next(one for one in before[path[-1]] if one in left))
-        names = [each.name for each in reversed(path[path.index(path[-1]) :])]
-        return GraphError(
-            f"{self.name} has a cycle without a delay: {' -> '.join(names)}",
-            why="each of these reactions would have to run before the others at the same tag (those of one "
-            "reactor run in the order of their declaration)",
-            fix="close the cycle with plan.forward(NAME, after=0)",
-        )
-
-
-def _origin(channel: PlanChannel) -> PlanChannel:
-    """Return the channel whose values a forward channel has, delayed or not."""
-    seen = {channel}
-    while channel.source is not None and channel.source not in seen:
-        channel = channel.source
-        seen.add(channel)
-    return channel
+            if not set(each.reads) <= set(self.channels):
+                raise GraphError(f"{each.name!r} reads a channel of another plan", why="plans share none")

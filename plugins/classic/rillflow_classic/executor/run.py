@@ -1,28 +1,46 @@
-"""Plan run: execute a static plan tag by tag and level by level.
+"""Plan runs: execute a static plan tag by tag and level by level, on threads here or on the ranks of a pool.
 
     tag ── level 0: reactions ── level 1: reactions ── ... ──> delayed channels ──> the next tag
-              └─ ``_execute``: on threads here (threads.py), or on the ranks of a backend (on_backend.py)
+             ├─ StaticRun    a counter ──┬─> the caller's thread ─┐
+             │                           └─> thread 1, 2, ...    ─┴─> results ──> slots
+             └─ BackendRun   one call for each rank: (reaction, inputs) ──> ReactorHost ──> results ──> slots
 
 A value is written into its channel's slot and read there by reference: there is no queue, no object store and
 no lock on its way. Results depend on no number of workers: the tags say which reactions run, and every
-channel has one writer.
+channel has one writer. Threads share a level of which several reactions run: one wake-up for each thread and
+level, whatever the number of messages. A backend's values pass through this process, so that form is for
+reactors that need a process or a machine of their own, and not for speed with small ones.
+
+Loop of a thread (``StaticRun._help``)
+    consumes      indices of the present level, from a counter that all threads share
+    waits for     the start of the next level
+    unblocked by  the caller's thread
+    produces      results, and errors of reactions
+    shuts down    ``close``, which waits for reactions that still run; the threads are daemons
 """
 
 from __future__ import annotations
 
-import heapq
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from queue import SimpleQueue
 from typing import Any
 
 from rillflow.errors import ClusterError, GraphError
-from rillflow_classic.executor.plan import PlanChannel, Reaction, StaticPlan, Tag
+from rillflow.workers.backend import Backend
+from rillflow_classic.executor.plan import DelayedChannel, PlanChannel, Reaction, StaticPlan, Tag
+from rillflow_classic.worker_set import WorkerSet
 
 Traced = Callable[[Tag, str, Any], None]
 """Receives the tag, the reaction's name and its result, in an order that no number of workers changes."""
+Outcome = tuple[Any, BaseException | None]
+"""What a reaction returned, or the error that it raised."""
 
 
 @dataclass(kw_only=True)
@@ -39,20 +57,40 @@ class RunCounts:
     """Wake-ups of a worker: at most one for each worker and level of a tag, none for a message."""
 
 
-class PlacedReaction:
-    """A reaction with its slots, and what it has returned at the present tag."""
+class ReactorHost:
+    """The reactors of one of several ranks.
 
-    def __init__(self, reaction: Reaction) -> None:
-        self.name, self.method, self.index = reaction.name, reaction.method, reaction.index
-        self.reactor = reaction.reactor
-        self.inputs = tuple(
-            each.instant.slot if isinstance(each, PlanChannel) else [one.instant.slot for one in each]
-            for each in reaction.inputs
-        )
-        self.watched = tuple(dict.fromkeys(each.instant.slot for each in reaction.reads))
-        self.outputs = tuple(each.slot for each in reaction.outputs)
-        self.result: Any = None
-        self.error: BaseException | None = None
+    Raises:
+        GraphError: a reactor lacks the method of a reaction.
+    """
+
+    def __init__(self, plan: StaticPlan, ranks: int, rank: int) -> None:
+        own = [each for each in plan.reactors if each.index % ranks == rank]
+        self.objects = {each.name: each.make() for each in own}
+        """The reactors' objects by name."""
+        self._calls = {each.slot: self._call_of(each) for each in plan.reactions if each.reactor in own}
+
+    def react(self, slot: int, given: list[Any]) -> Outcome:
+        """Run the reaction of a slot with its inputs."""
+        try:
+            return self._calls[slot](*given), None
+        except BaseException as error:  # noqa: BLE001  the run raises it when the level has ended
+            return None, error
+
+    def react_all(self, *reactions: tuple[int, list[Any]]) -> list[Outcome]:
+        """Run reactions in their order."""
+        return [self.react(*each) for each in reactions]
+
+    def _call_of(self, reaction: Reaction) -> Callable[..., Any]:
+        state, method = self.objects[reaction.reactor.name], reaction.method
+        found = getattr(state, method, None) if isinstance(method, str) else partial(method, state)
+        if not callable(found):
+            raise GraphError(
+                f"reactor {reaction.reactor.name!r} has no method {method!r}",
+                why=f"it is a {type(state).__name__}",
+                fix="name one of its methods in react",
+            )
+        return found
 
 
 class PlanRun(ExitStack, ABC):
@@ -66,30 +104,27 @@ class PlanRun(ExitStack, ABC):
         GraphError: the plan cannot run.
     """
 
-    def __init__(self, plan: StaticPlan, traced: Traced | None = None) -> None:
+    def __init__(self, plan: StaticPlan, traced: Traced | None) -> None:
         super().__init__()
-        self._levels = [[PlacedReaction(each) for each in level] for level in plan.levels()]
+        self._levels = plan.levels()
         self.counts = RunCounts()
         """What it has done so far."""
         self._name, self._traced = plan.name, traced
-        self._values: list[Any] = [None] * len(plan.channels)
-        self._stamps = [-1] * len(plan.channels)  # the number of the tag at which the slot has its value
+        self._empty = [None] * len(plan.channels)
+        self._values: list[Any] = list(self._empty)  # of all slots at the present tag; None is no value
+        self._outcomes: list[Outcome] = [(None, None)] * len(plan.channels)  # by slot of the reaction
         self._delays = [
-            (each.source.instant.slot, each.slot, each.after)
+            (each.reads[0].slot, each.slot, each.after)
             for each in plan.channels
-            if each.source is not None and each.after is not None
+            if isinstance(each, DelayedChannel)
         ]
-        self._periods = {each.slot: each.period for each in plan.channels if each.period}
-        self._number, self._order = -1, count()
+        starts = {each.slot: each.value for each in plan.channels if each.value is not None}
+        self._later: dict[Tag, dict[int, Any]] = {Tag(0, 0): starts}  # values of slots at later tags
         self._is_whole = True  # whether the last tag ended
-        self._queue: list[tuple[Tag, int, int, Any]] = []  # tag, order, slot, value
-        for each in plan.channels:
-            if each.period is not None:
-                self._push(Tag(0, 0), each.slot, each.value)
 
     @abstractmethod
-    def _execute(self, due: Sequence[PlacedReaction]) -> int:
-        """Run the reactions of one level, each with ``_given``, ``_write``, or an error in ``error``.
+    def _execute(self, due: Sequence[Reaction]) -> int:
+        """Run the reactions of one level with their ``_given`` inputs, and keep ``_outcomes``.
 
         Returns:
             The number of workers that were woken.
@@ -101,104 +136,149 @@ class PlanRun(ExitStack, ABC):
         Raises:
             ClusterError: a reaction raised, and its error is the cause; or an earlier tag did not end.
         """
-        if not self._queue:
-            return None
         if not self._is_whole:
             raise ClusterError(
                 f"{self._name} is asked for a tag after one that did not end",
                 why="some of its reactions have run and others have not",
                 fix="begin a new run",
             )
-        self._is_whole = False
-        tag = self._queue[0][0]
-        self._number += 1
-        while self._queue and self._queue[0][0] == tag:
-            _, _, slot, value = heapq.heappop(self._queue)
-            self._values[slot], self._stamps[slot] = value, self._number
-            if slot in self._periods:
-                self._push(Tag(tag.time + self._periods[slot], 0), slot, value)
+        if not self._later:
+            return None
+        self._is_whole, tag, values = False, min(self._later), self._values
+        values[:] = self._empty
+        for slot, value in self._later.pop(tag).items():
+            values[slot] = value
         for level in self._levels:
-            self._run_level(tag, level)
+            due = [each for each in level if any(values[one.slot] is not None for one in each.reads)]
+            if due:
+                self.counts.handovers += self._execute(due)
+            for each in due:
+                self._end(tag, each)
         for source, target, after in self._delays:
-            if self._stamps[source] == self._number:
+            if (value := values[source]) is not None:
                 later = Tag(tag.time + after, 0) if after else Tag(tag.time, tag.microstep + 1)
-                self._push(later, target, self._values[source])
+                self._later.setdefault(later, {})[target] = value
         self.counts.tags += 1
         self._is_whole = True
         return tag
 
-    def run(self, *, tags: int | None = None, until: int | None = None) -> RunCounts:
-        """Run until nothing is left, the run has made ``tags`` tags in all, or time ``until`` has passed."""
-        while (tags is None or self.counts.tags < tags) and self._queue:
-            if until is not None and self._queue[0][0].time > until:
-                break
-            self.step()
+    def run(self, *, tags: int | None = None) -> RunCounts:
+        """Run until nothing is left, or the run has made ``tags`` tags in all."""
+        while self.counts.tags != tags and self.step() is not None:
+            pass
         return self.counts
 
     def value(self, channel: PlanChannel) -> Any:
         """Return a channel's value at the last tag; None without one."""
-        return self._at(channel.instant.slot)
+        return self._values[channel.slot]
 
-    def _push(self, tag: Tag, slot: int, value: Any) -> None:
-        """Give a slot a value at a later tag; of two values for one tag, the later pushed counts."""
-        heapq.heappush(self._queue, (tag, next(self._order), slot, value))
-
-    def _run_level(self, tag: Tag, level: list[PlacedReaction]) -> None:
-        stamps, number = self._stamps, self._number
-        due = [each for each in level if any(stamps[slot] == number for slot in each.watched)]
-        if not due:
-            return
-        self.counts.handovers += self._execute(due)
-        for each in due:
-            if each.error is not None:
-                if not isinstance(each.error, Exception):
-                    raise each.error  # such as Ctrl-C
-                raise ClusterError(
-                    f"reaction {each.name} failed at time {tag.time}, microstep {tag.microstep}",
-                    why=f"{type(each.error).__name__}: {each.error}",
-                ) from each.error
-            self.counts.messages += sum(stamps[slot] == number for slot in each.outputs)
-            if self._traced is not None:
-                self._traced(tag, each.name, each.result)
-        self.counts.reactions += len(due)
-
-    def _at(self, slot: int) -> Any:
-        return self._values[slot] if self._stamps[slot] == self._number else None
-
-    def _given(self, due: PlacedReaction) -> list[Any]:
+    def _given(self, due: Reaction) -> list[Any]:
         """Return the inputs of a reaction at the present tag."""
+        values = self._values
         return [
-            self._at(each) if isinstance(each, int) else [self._at(one) for one in each]
+            values[each.slot] if isinstance(each, PlanChannel) else [values[one.slot] for one in each]
             for each in due.inputs
         ]
 
-    def _write(self, due: PlacedReaction, result: Any) -> None:
-        """Write the result of a reaction into its slots, which no other one writes."""
-        due.result = result
-        results = (result,) if len(due.outputs) == 1 else result
-        if not isinstance(results, tuple) or len(results) != len(due.outputs):
-            due.error = GraphError(
-                f"{due.name} returned a {type(result).__name__}",
-                why=f"it has {len(due.outputs)} outputs",
-                fix="return a tuple with a value for each; None is no value",
-            )
-            return
-        for slot, value in zip(due.outputs, results, strict=True):
-            if value is not None:
-                self._values[slot], self._stamps[slot] = value, self._number
+    def _end(self, tag: Tag, ended: Reaction) -> None:
+        """Write the result of a reaction into its slot, or raise its error."""
+        result, error = self._outcomes[ended.slot]
+        if isinstance(error, Exception):
+            raise ClusterError(
+                f"reaction {ended.name} failed at time {tag.time}, microstep {tag.microstep}",
+                why=f"{type(error).__name__}: {error}",
+            ) from error
+        if error is not None:
+            raise error  # such as Ctrl-C
+        self._values[ended.slot] = result
+        self.counts.messages += result is not None
+        self.counts.reactions += 1
+        if self._traced is not None:
+            self._traced(tag, ended.name, result)
 
 
-def method_of(reactor: str, state: object, method: str) -> Callable[..., Any]:
-    """Return a reaction's method of a reactor's object.
+class StaticRun(PlanRun):
+    """A plan that runs on threads; see PlanRun.
+
+    Args:
+        plan: the plan.
+        workers: number of threads, the caller's included.
+        traced: receives every reaction's result.
 
     Raises:
-        GraphError: there is none.
+        GraphError: the plan cannot run, or a reactor lacks a method.
     """
-    found: Callable[..., Any] | None = getattr(state, method, None)
-    if not callable(found):
-        raise GraphError(
-            f"reactor {reactor!r} has no method {method!r}",
-            why=f"it is a {type(state).__name__}",
-            fix="name one of its methods in react",
-        )
-    return found
+
+    def __init__(self, plan: StaticPlan, *, workers: int = 1, traced: Traced | None = None) -> None:
+        super().__init__(plan, traced)
+        if workers < 1:
+            raise GraphError(f"{plan.name} on {workers} workers", why="a plan needs at least 1")
+        self._host = ReactorHost(plan, 1, 0)
+        self.reactors = self._host.objects
+        """The reactors' objects by name."""
+        self._due: Sequence[Reaction] = ()
+        self._next: Iterator[int] = count()
+        self._begun, self._ended = SimpleQueue[bool](), SimpleQueue[bool]()
+        self._threads = [threading.Thread(target=self._help, daemon=True) for _ in range(workers - 1)]
+        for each in self._threads:
+            each.start()
+            self.callback(each.join)
+        for _ in self._threads:
+            self.callback(self._begun.put, False)
+
+    def _execute(self, due: Sequence[Reaction]) -> int:
+        self._due, self._next = due, count()
+        woken = min(len(self._threads), len(due) - 1)
+        for _ in range(woken):
+            self._begun.put(True)
+        self._take()
+        for _ in range(woken):
+            self._ended.get()
+        return woken
+
+    def _take(self) -> None:
+        """Run the next reactions of the level until none is left; ``next`` of a counter is atomic."""
+        due, numbers = self._due, self._next
+        for number in numbers:
+            if number >= len(due):
+                return
+            slot = due[number].slot
+            self._outcomes[slot] = self._host.react(slot, self._given(due[number]))
+
+    def _help(self) -> None:
+        while self._begun.get():
+            self._take()
+            self._ended.put(True)
+
+
+class BackendRun(PlanRun):
+    """A plan that runs on the ranks of a pool; see PlanRun.
+
+    Args:
+        plan: the plan; its reactors are made by functions of a module, or partials of these.
+        backend: an open backend of the core: inline, processes of this machine, or Ray.
+        pool: name of the pool.
+        traced: receives every reaction's result.
+
+    Raises:
+        GraphError: the plan cannot run, or a reactor lacks a method.
+    """
+
+    def __init__(
+        self, plan: StaticPlan, backend: Backend, pool: str, *, traced: Traced | None = None
+    ) -> None:
+        super().__init__(plan, traced)
+        self._hosts = WorkerSet(backend, pool, partial(ReactorHost, plan, backend.pools[pool]))
+
+    def _execute(self, due: Sequence[Reaction]) -> int:
+        by_rank = defaultdict[int, list[Reaction]](list)
+        for each in due:
+            by_rank[each.reactor.index % self._hosts.size].append(each)
+        calls = {
+            rank: self._hosts.call(rank, "react_all", *((each.slot, self._given(each)) for each in placed))
+            for rank, placed in by_rank.items()
+        }
+        for rank, call in calls.items():
+            for each, outcome in zip(by_rank[rank], call.read(), strict=True):
+                self._outcomes[each.slot] = outcome
+        return len(calls)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 from rillflow.records.metrics import Metrics, Sum, merge_metrics
 from rillflow_classic.worker_set import WorkerCall, WorkerSet, check_calls
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -33,13 +32,12 @@ class NotReady:
         """Whether time brings the item; otherwise another flow of the plan must move first."""
         return bool(self.calls) or self.polls
 
-    @classmethod
-    def of(cls, each: Sequence[NotReady]) -> NotReady:
-        """Return the state of a plan that waits for any of several."""
-        return cls(
-            calls=tuple(call for one in each for call in one.calls),
-            polls=any(one.polls for one in each),
-            why=tuple(dict.fromkeys(why for one in each for why in one.why)),
+    def __or__(self, other: NotReady) -> NotReady:
+        """Return the state of a plan that waits for either."""
+        return NotReady(
+            calls=self.calls + other.calls,
+            polls=self.polls or other.polls,
+            why=tuple(dict.fromkeys(self.why + other.why)),
         )
 
 
@@ -63,31 +61,30 @@ class OperatorWork:
 
     began_s: float
     """Start of the first one, on ``perf_counter``."""
-    spent_s: float
+    spent_s: float = 0.0
     """Seconds in all of them."""
 
 
+@dataclass
 class PlanContext:
-    """What the operators of one run of a plan share; a worker has a context of its own for its transforms.
+    """What the operators of one run of a plan share; a worker has a context of its own for its transforms."""
 
-    Args:
-        worker: the worker's object, for transforms that run on it.
-    """
-
-    def __init__(self, worker: Any = None) -> None:
-        self.worker = worker
-        """The object of the worker that runs these operators; None in the controller's process."""
-        self.source: SourceWorker | None = None
-        """Where the present item comes from."""
-        self.moves = 0
-        """Number of items that operators have moved, to notice a plan that stands still."""
-        self.metrics: Metrics = {}
-        """Recorded since the last ``take_metrics``."""
-        self.notes: list[str] = []
-        """What happened that a reader of the run should know: lost workers."""
-        self._work: dict[str, OperatorWork] = {}
-        self._shared: dict[Any, Any] = {}
-        self._sent: list[WorkerCall] = []
+    worker: Any = None
+    """The object of the worker that runs these operators; None in the controller's process."""
+    source: SourceWorker | None = None
+    """Where the present item comes from."""
+    looks: bool = False
+    """Whether other flows go on while one waits for its workers; otherwise a gather waits in place."""
+    moves: int = 0
+    """Number of items that operators have moved and workers have sent, to notice a plan that stands still."""
+    metrics: Metrics = field(default_factory=dict)
+    """Recorded since the last ``take_metrics``."""
+    notes: list[str] = field(default_factory=list)
+    """What happened that a reader of the run should know: lost workers."""
+    shared: dict[Any, Any] = field(default_factory=dict)
+    """Objects that several operators of this run use, by a key of their own."""
+    _work: dict[str, OperatorWork] = field(default_factory=dict)
+    _sent: list[WorkerCall] = field(default_factory=list)
 
     def record(self, metrics: Metrics) -> None:
         """Add metrics to the next item of ``report_metrics``."""
@@ -100,7 +97,7 @@ class PlanContext:
 
     def worked(self, label: str, began_s: float) -> None:
         """Count the time of an operator's call that began at a time of ``perf_counter`` and ends now."""
-        work = self._work.setdefault(label, OperatorWork(began_s=began_s, spent_s=0.0))
+        work = self._work.setdefault(label, OperatorWork(began_s=began_s))
         work.spent_s += time.perf_counter() - began_s
 
     def take_work(self) -> dict[str, OperatorWork]:
@@ -110,21 +107,13 @@ class PlanContext:
 
     def lost(self, source: SourceWorker, reason: Exception) -> None:
         """Record that a worker is left out from now on."""
-        note = f"worker {source.index} of {source.workers.pool} is left out: {reason}"
-        self.notes.append(note)
+        self.notes.append(f"worker {source.index} of {source.workers.pool} is left out: {reason}")
         self.record({"actor/lost/sum": Sum(value=1.0)})
-        _log.info("%s", note)
+        _log.info("%s", self.notes[-1])
 
     def sent(self, calls: Iterable[WorkerCall]) -> None:
         """Keep calls whose results nobody reads; see ``check_calls``."""
         self._sent = check_calls([*self._sent, *calls])
-
-    def shared(self, key: Any, make: Callable[[], T]) -> T:
-        """Return the object of this run under a key; make it at first."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        found: T = self._shared[key]
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,21 +20,27 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from itertools import repeat
+from operator import or_
 from typing import Any, Self
 
-from rillflow.errors import ClusterError, GraphError
-from rillflow.graph.graph import Graph
-from rillflow_classic.operators import nodes
+from rillflow.errors import GraphError
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext, label_of
 from rillflow_classic.operators.nodes import PlanNode
-from rillflow_classic.operators.shards import Function, Method, Transform, WorkerShards, transformed
-from rillflow_classic.worker_set import DEADLINE_S, WorkerSet, wait_any
+from rillflow_classic.operators.shards import (
+    Function,
+    Method,
+    Transform,
+    WorkerShards,
+    transformed,
+    wait_for_any,
+)
+from rillflow_classic.worker_set import WorkerSet, wait_any
 
 POLL_S = 0.001
 """Pause before a source outside the plan is asked again."""
@@ -44,25 +50,12 @@ Start = Callable[[PlanContext], Iterator[Any]]
 Weight = int | str
 
 
-class _Transforms(ABC):
+class _Transforms(PlanNode):
     """Transforms of both iterators: at the source worker before a gather, in this process after it."""
 
-    node: PlanNode
-    """Its node in the plan's graph."""
-
-    def check(self) -> None:
-        """Refuse a plan that cannot run; see ``nodes.check``. Nothing starts."""
-        nodes.check(self.node)
-
     @abstractmethod
-    def _applied(self, node: PlanNode, transform: Transform) -> Self:
-        """Return the iterator of a transform."""
-
     def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
         """Apply a function; if ``is_flat``, each element of its result is an item."""
-        queue = function.queue if isinstance(function, Operator) else None
-        node = replace(self.node, label=label, inputs=(self.node,), queue=queue, initial=0)
-        return self._applied(node, partial(transformed, function, is_flat))
 
     def for_each(self, function: Function) -> Self:
         """Apply a function to every item; while it returns NotReady, it is called again later."""
@@ -84,15 +77,12 @@ class _Transforms(ABC):
     def batch(self, size: int) -> Self:
         """Join ``size`` items into a list."""
         _at_least_one("a batch", size)
-        return self._then(f"batch {size}", collect("", lambda held: len(held) == size), is_flat=True)
+        return self._then(f"batch {size}", collect("", size, lambda _, items: items), is_flat=True)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LocalIterator(_Transforms):
     """Items in this process.
-
-    Args:
-        node: its node in the plan's graph.
-        start: begins the sequence of items for one run of the plan; it yields NotReady while there is none.
 
     Example:
         plan = from_workers(actors, "sample").gather_async().for_each(train)
@@ -100,8 +90,8 @@ class LocalIterator(_Transforms):
         for metrics in plan: ...
     """
 
-    def __init__(self, node: PlanNode, start: Start) -> None:
-        self.node, self.start = node, start
+    start: Start
+    """Begins the sequence of items for one run of the plan; it yields NotReady while there is none."""
 
     def __iter__(self) -> Iterator[Any]:
         return self.run(PlanContext())
@@ -116,10 +106,6 @@ class LocalIterator(_Transforms):
         self.check()
         return _driven(self.start(context), context)
 
-    def graph(self, name: str) -> Graph:
-        """Return the plan as a graph that ``rillflow graph`` draws."""
-        return nodes.as_graph(self.node, name)
-
     def zip_with_source(self) -> LocalIterator:
         """Pair every item with the worker it came from: ``(SourceWorker, item)``."""
         paired = Operator(label="zip_with_source", begin=lambda context: lambda item: (context.source, item))
@@ -133,17 +119,17 @@ class LocalIterator(_Transforms):
         """
         _at_least_one("the number of copies", copies)
         _at_least_one("the capacity of a copy", capacity)
-        label = f"duplicate {copies}"
-        split = PlanNode(label=label, inputs=(self.node,), copies=copies)
+        split = PlanNode(label=f"duplicate {copies}", inputs=(self,), copies=copies)
 
         def started(index: int, context: PlanContext) -> Iterator[Any]:
-            items = context.shared(split, lambda: self.start(context))
-            held = context.shared((split, copies), lambda: [deque[Any]() for _ in range(copies)])
+            if split not in context.shared:
+                context.shared[split] = self.start(context), [deque[Any]() for _ in range(copies)]
+            items, held = context.shared[split]
             while True:
                 if held[index]:
                     yield _popped(held[index], context)
                 elif slow := [place for place, each in enumerate(held) if len(each) >= capacity]:
-                    why = f"copy {slow[0]} of {label} is {capacity} items behind copy {index}"
+                    why = f"copy {slow[0]} of {split.label} is {capacity} items behind copy {index}"
                     yield NotReady(why=(why,))
                 elif isinstance(item := next(items, held), NotReady):
                     yield item
@@ -153,18 +139,22 @@ class LocalIterator(_Transforms):
                     for each in held:
                         each.append((item, context.source))
 
-        ends = [PlanNode(label=f"copy {index}", inputs=(split,)) for index in range(copies)]
-        return tuple(LocalIterator(node, partial(started, index)) for index, node in enumerate(ends))
+        return tuple(
+            LocalIterator(label=f"copy {index}", inputs=(split,), start=partial(started, index))
+            for index in range(copies)
+        )
 
-    def _applied(self, node: PlanNode, transform: Transform) -> Self:
-        return type(self)(node, lambda context: transform(context, self.start(context)))
+    def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
+        def start(context: PlanContext) -> Iterator[Any]:
+            return transformed(function, is_flat, context, self.start(context))
+
+        queue = function.queue if isinstance(function, Operator) else None
+        return type(self)(label=label, inputs=(self,), queue=queue, start=start)
 
 
-class ParallelIterator(_Transforms):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParallelIterator(WorkerShards, _Transforms):
     """Items on every worker of a set; see ``from_workers``. It is read by a gather, and by only one."""
-
-    def __init__(self, node: PlanNode, shards: WorkerShards) -> None:
-        self.node, self._shards = node, shards
 
     def __iter__(self) -> Iterator[Any]:
         self.check()
@@ -176,11 +166,13 @@ class ParallelIterator(_Transforms):
         A barrier: the workers are called only when the next list is wanted. So no worker runs between two
         lists, and each message sent in between, such as new weights, precedes the next items.
         """
-        return self._gathered("batch_across_workers", partial(self._shards.rounds, one_by_one=False))
+        start = partial(self.rounds, one_by_one=False)
+        return LocalIterator(label="batch_across_workers", inputs=(self,), start=start)
 
     def gather_sync(self) -> LocalIterator:
         """Return the items of ``batch_across_workers`` one by one: the same barrier between two rounds."""
-        return self._gathered("gather_sync", partial(self._shards.rounds, one_by_one=True))
+        start = partial(self.rounds, one_by_one=True)
+        return LocalIterator(label="gather_sync", inputs=(self,), start=start)
 
     def gather_async(self, num_async: int = 1) -> LocalIterator:
         """Return items as they come, those of one worker in its order.
@@ -190,17 +182,15 @@ class ParallelIterator(_Transforms):
         in the worker's mailbox: an item is made at most k - 1 items before the newest message.
         """
         _at_least_one("num_async", num_async)
-        start = partial(self._shards.as_they_come, num_async=num_async)
-        return self._gathered(f"gather_async {num_async}", start)
+        start = partial(self.as_they_come, num_async=num_async)
+        return LocalIterator(label=f"gather_async {num_async}", inputs=(self,), start=start)
 
-    def _gathered(self, label: str, start: Start) -> LocalIterator:
-        return LocalIterator(PlanNode(label=label, inputs=(self.node,)), start)
-
-    def _applied(self, node: PlanNode, transform: Transform) -> Self:
-        if node.queue is not None:
+    def _then(self, label: str, function: Function, *, is_flat: bool = False) -> Self:
+        if isinstance(function, Operator) and function.queue is not None:
             why, fix = "a queue is in the controller's process", "fill it after a gather"
-            raise GraphError(f"{node.label} runs on {node.role}", why=why, fix=fix)
-        return type(self)(node, replace(self._shards, transforms=(*self._shards.transforms, transform)))
+            raise GraphError(f"{label} runs on {self.role}", why=why, fix=fix)
+        last: Transform = partial(transformed, function, is_flat)
+        return replace(self, label=label, inputs=(self,), transforms=(*self.transforms, last))
 
 
 def from_workers(workers: WorkerSet[Any], method: Method, *arguments: Any) -> ParallelIterator:
@@ -212,13 +202,14 @@ def from_workers(workers: WorkerSet[Any], method: Method, *arguments: Any) -> Pa
         arguments: its arguments.
     """
     label = method if isinstance(method, str) else label_of(method).strip("_")
-    node = PlanNode(label=label, role=workers.pool, is_parallel=True)
-    return ParallelIterator(node, WorkerShards(workers=workers, method=method, arguments=arguments))
+    return ParallelIterator(
+        label=label, role=workers.pool, workers=workers, method=method, arguments=arguments
+    )
 
 
 def from_items(items: Iterable[Any], label: str = "items") -> LocalIterator:
     """Return an iterator over items of this process."""
-    return LocalIterator(PlanNode(label=label), lambda _: iter(items))
+    return LocalIterator(label=label, start=lambda _: iter(items))
 
 
 def from_function(function: Callable[[], Any], label: str = "") -> LocalIterator:
@@ -226,9 +217,9 @@ def from_function(function: Callable[[], Any], label: str = "") -> LocalIterator
 
     It returns ``NotReady(polls=True)`` while something outside the plan, such as a stream, has no item.
     """
-
-    node = PlanNode(label=label or label_of(function))
-    return LocalIterator(node, lambda _: (function() for _ in repeat(None)))
+    return LocalIterator(
+        label=label or label_of(function), start=lambda _: (function() for _ in repeat(None))
+    )
 
 
 def concurrently(
@@ -260,11 +251,11 @@ def concurrently(
     waits = [not is_async and each != "*" for each in shares]
 
     def started(context: PlanContext) -> Iterator[Any]:
+        context.looks |= not all(waits)
         return _merged([flow.start(context) for flow in flows], context, limits, waits, kept)
 
     shown = "" if output_indexes is None else f", output {', '.join(str(each) for each in kept)}"
-    node = PlanNode(label=f"concurrently {mode}{shown}", inputs=tuple(each.node for each in flows))
-    return LocalIterator(node, started)
+    return LocalIterator(label=f"concurrently {mode}{shown}", inputs=tuple(flows), start=started)
 
 
 def queue(capacity: int, initial: Sequence[Any] = ()) -> tuple[Operator, LocalIterator]:
@@ -278,7 +269,7 @@ def queue(capacity: int, initial: Sequence[Any] = ()) -> tuple[Operator, LocalIt
     key = object()
 
     def held(context: PlanContext) -> deque[Any]:
-        return context.shared(key, lambda: deque[Any]((item, None) for item in initial))
+        return context.shared.setdefault(key, deque((item, None) for item in initial))  # type: ignore[no-any-return]
 
     def begin(context: PlanContext) -> Callable[[Any], Any]:
         items, full = held(context), NotReady(why=(f"a queue of {capacity} is full",))
@@ -296,8 +287,8 @@ def queue(capacity: int, initial: Sequence[Any] = ()) -> tuple[Operator, LocalIt
         while True:
             yield _popped(items, context) if items else empty
 
-    node = PlanNode(label=f"dequeue {capacity}", queue=key, initial=len(initial))
-    return Operator(label=f"enqueue {capacity}", begin=begin, queue=key), LocalIterator(node, taken)
+    enqueue = Operator(label=f"enqueue {capacity}", begin=begin, queue=key)
+    return enqueue, LocalIterator(label=f"dequeue {capacity}", queue=key, initial=len(initial), start=taken)
 
 
 def _popped(items: deque[Any], context: PlanContext) -> Any:
@@ -307,19 +298,15 @@ def _popped(items: deque[Any], context: PlanContext) -> Any:
     return item
 
 
-def collect(
-    label: str,
-    is_full: Callable[[list[Any]], bool],
-    join: Callable[[PlanContext, list[Any]], Any] = lambda _, items: items,
-) -> Operator:
-    """Collect items until a list of them is full, and return what ``join`` makes of it; for ``combine``."""
+def collect(label: str, size: int, join: Callable[[PlanContext, list[Any]], Any]) -> Operator:
+    """Collect ``size`` items, and return what ``join`` makes of them; for ``combine``."""
 
     def begin(context: PlanContext) -> Callable[[Any], Sequence[Any]]:
         held: list[Any] = []
 
         def add(item: Any) -> Sequence[Any]:
             held.append(item)
-            if not is_full(held):
+            if len(held) < size:
                 return ()
             full = held.copy()
             held.clear()
@@ -360,33 +347,32 @@ def _merged(
                     idle += [item] * (not taken)
                     break
         if idle and len(idle) == len(live):
-            yield NotReady.of(idle)
+            yield reduce(or_, idle)
 
 
 def _driven(items: Iterator[Any], context: PlanContext) -> Iterator[Any]:
     """Yield the items of a plan; wait while none of its flows has one."""
     before = -1
     for item in items:
-        if isinstance(item, NotReady) and not item.is_outside:
-            if context.moves == before:
-                raise GraphError(
-                    f"the flows of the plan wait for each other: {'; '.join(item.why)}",
-                    why="no worker is running, and no operator has moved an item since the last look",
-                    fix="run both flows in one concurrently(...), or raise the capacity",
-                )
+        if not isinstance(item, NotReady):
+            yield item
+        elif item.polls:
+            if not item.calls:
+                time.sleep(POLL_S)
+            else:
+                wait_any(item.calls, POLL_S)
+        elif item.calls:
+            wait_for_any(item.calls)
+        elif context.moves == before:
+            raise GraphError(
+                f"the flows of the plan wait for each other: {'; '.join(item.why)}",
+                why="no worker is running, and no operator has moved an item since the last look",
+                fix="run both flows in one concurrently(...), or raise the capacity",
+            )
+        else:
             before = context.moves
             continue
         before = -1
-        if not isinstance(item, NotReady):
-            yield item
-        elif not item.calls:
-            time.sleep(POLL_S)
-        elif not wait_any(item.calls, POLL_S if item.polls else DEADLINE_S) and not item.polls:
-            raise ClusterError(
-                f"no worker has answered in {DEADLINE_S:g} s",
-                why=f"calls of workers {sorted({each.worker for each in item.calls})} do not end",
-                fix="look for an environment that hangs, or make a call shorter",
-            )
 
 
 def _at_least_one(what: str, value: int) -> None:
@@ -400,7 +386,7 @@ def _check_flows(
     if mode not in ("round_robin", "async"):
         raise GraphError(f"the mode is {mode!r}", why="there are two", fix="choose 'round_robin' or 'async'")
     for each in flows:
-        if not isinstance(each, LocalIterator):
+        if each.is_parallel:
             each.check()
     if not kept or not set(kept) <= set(range(len(flows))):
         raise GraphError(

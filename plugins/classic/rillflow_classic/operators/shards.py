@@ -1,6 +1,6 @@
-"""Shards: the sequences of items on a set of workers, and the three ways to gather them.
+"""Shards: the sequences of items on a set of workers, and the ways to gather them.
 
-    open ─ method, transforms, once ─> worker: a generator        next ─> one item       drop ─> at the end
+    next (first with the method and the transforms) ─> worker: a generator ─> one item     drop ─> at the end
 
 A call for the next item is one message; the calls of a worker run in order.
 """
@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from itertools import repeat
+from operator import or_
 from typing import Any
 from uuid import uuid4
 
 from rillflow.errors import ClusterError
 from rillflow.workers.backend import RankLost, Site
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext, SourceWorker, label_of
-from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet
+from rillflow_classic.operators.nodes import PlanNode
+from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet, wait_any
 
 Function = Callable[[Any], Any] | Operator
 Transform = Callable[[PlanContext, Iterator[Any]], Iterator[Any]]
@@ -28,8 +31,8 @@ Method = str | Callable[..., Any]
 """Name of a worker's method, or a function of the worker."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerShards:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WorkerShards(PlanNode):
     """A sequence of items on every worker of a set."""
 
     workers: WorkerSet[Any]
@@ -40,13 +43,19 @@ class WorkerShards:
     """Its arguments."""
     transforms: tuple[Transform, ...] = ()
     """Transforms that run on the worker."""
+    is_parallel = True
 
     def rounds(self, context: PlanContext, *, one_by_one: bool) -> Iterator[Any]:
         """Yield lists of one item per worker, or their items one by one; see ``ParallelIterator``."""
         with closing(_Opened(self, context)) as opened:
             while True:
-                items = yield from opened.round()
-                if one_by_one:
+                calls, found = {source: opened.ask(source) for source in opened.live}, []
+                for source, call in calls.items():
+                    found.append((source, (yield from opened.read(source, call))))
+                items = [each for each in found if not isinstance(each[1], NotReady)]
+                if not items:
+                    yield reduce(or_, (item for _, item in found))
+                elif one_by_one:
                     for context.source, item in items:
                         yield item
                 else:
@@ -58,17 +67,20 @@ class WorkerShards:
         with closing(_Opened(self, context)) as opened:
             flying = {source: deque(opened.ask(source) for _ in range(num_async)) for source in opened.live}
             while True:
-                ready = [source for source, calls in flying.items() if calls[0].is_ready]
-                for source in ready:
-                    item = opened.read(source, flying[source].popleft())
-                    if source not in opened.live:
-                        del flying[source]
-                        continue
+                first = [calls[0] for calls in flying.values()]
+                if not context.looks:
+                    wait_for_any(first)
+                source = next((each for each, calls in flying.items() if calls[0].is_ready), None)
+                if source is None:
+                    yield NotReady(calls=tuple(first))
+                    continue
+                calls = flying.pop(source)
+                item = yield from opened.read(source, calls.popleft())
+                if source in opened.live:
+                    flying[source] = calls  # behind the others, whose turn is next
                     context.source = source
                     yield item
-                    flying[source].append(opened.ask(source))
-                if not ready:
-                    yield NotReady(calls=tuple(calls[0] for calls in flying.values()))
+                    calls.append(opened.ask(source))
 
 
 class _Opened:
@@ -78,10 +90,7 @@ class _Opened:
         self._workers, self._context, self._key = shards.workers, context, uuid4().hex
         self.live = [SourceWorker(shards.workers, index) for index in range(shards.workers.size)]
         """Workers that are not lost."""
-        sent = (self._key, shards.method, shards.arguments, shards.transforms)
-        opening = shards.workers.submit_all(_open, *sent)
-        for source, call in zip(tuple(self.live), opening, strict=True):
-            self.read(source, call)
+        self._opening = dict.fromkeys(self.live, (shards.method, shards.arguments, shards.transforms))
 
     def close(self) -> None:
         """Let the workers drop their iterators."""
@@ -91,28 +100,21 @@ class _Opened:
 
     def ask(self, source: SourceWorker) -> WorkerCall:
         """Ask a worker for its next item."""
-        return self._workers.submit(source.index, _next, self._key)
+        return self._workers.submit(source.index, _next, self._key, *self._opening.pop(source, ()))
 
-    def round(self) -> Generator[NotReady, None, list[tuple[SourceWorker, Any]]]:
-        """Ask every worker for one item, and return all; repeat it while no worker has one."""
-        while True:
-            calls = {source: self.ask(source) for source in self.live}
-            for call in calls.values():
-                while not call.is_ready:
-                    yield NotReady(calls=(call,))
-            found = [(source, self.read(source, call)) for source, call in calls.items()]
-            if items := [each for each in found if not isinstance(each[1], NotReady)]:
-                return items
-            yield NotReady.of([item for _, item in found])
-
-    def read(self, source: SourceWorker, call: WorkerCall) -> Any:
+    def read(self, source: SourceWorker, call: WorkerCall) -> Generator[NotReady, None, Any]:
         """Return a call's result; NotReady if its worker is lost, which is left out from then on.
 
         Raises:
-            ClusterError: it was the last one.
+            ClusterError: it was the last one, or it does not answer.
         """
+        while self._context.looks and not call.is_ready:
+            yield NotReady(calls=(call,))
+        self._context.moves += 1
         try:
             return call.read(DEADLINE_S)
+        except TimeoutError:
+            raise unanswered([call]) from None
         except RankLost as error:
             self.live.remove(source)
             self._context.lost(source, error)
@@ -123,6 +125,25 @@ class _Opened:
                 why=f"the last one {error.what}",
                 fix="read the log of the first loss, then resume the run from its last checkpoint",
             ) from error
+
+
+def wait_for_any(calls: Sequence[WorkerCall]) -> None:
+    """Wait until one of several calls has ended.
+
+    Raises:
+        ClusterError: no worker answers.
+    """
+    if not wait_any(calls, DEADLINE_S):
+        raise unanswered(calls)
+
+
+def unanswered(calls: Sequence[WorkerCall]) -> ClusterError:
+    """Return the error for calls that do not end."""
+    return ClusterError(
+        f"no worker has answered in {DEADLINE_S:g} s",
+        why=f"calls of workers {sorted({each.worker for each in calls})} do not end",
+        fix="look for an environment that hangs, or make a call shorter",
+    )
 
 
 def transformed(
@@ -147,24 +168,23 @@ def transformed(
             yield result
 
 
-def _open(site: Site, pool: str, key: str, method: Method, arguments: Any, transforms: Any) -> None:
-    """Make the iterator of a worker."""
-    worker = site.objects[pool]
-    context, items = PlanContext(worker), _results(worker, method, arguments)
+def _next(site: Site, pool: str, key: str, *opening: Any) -> Any:
+    """Return the next item of a worker's iterator; the first call opens it."""
+    if opening:
+        site.objects[key] = _opened(site.objects[pool], *opening)
+    return next(site.objects[key])
+
+
+def _opened(
+    worker: Any, method: Method, arguments: tuple[Any, ...], transforms: Sequence[Transform]
+) -> Iterator[Any]:
+    """Return the iterator of a worker."""
+    call = getattr(worker, method) if isinstance(method, str) else partial(method, worker)
+    context = PlanContext(worker)
+    items: Iterator[Any] = (call(*arguments) for _ in repeat(None))
     for transform in transforms:
         items = transform(context, items)
-    site.objects[key] = items
-
-
-def _results(worker: Any, method: Method, arguments: tuple[Any, ...]) -> Iterator[Any]:
-    call = getattr(worker, method) if isinstance(method, str) else partial(method, worker)
-    while True:
-        yield call(*arguments)
-
-
-def _next(site: Site, pool: str, key: str) -> Any:  # noqa: ARG001
-    """Return the next item of a worker's iterator."""
-    return next(site.objects[key])
+    return items
 
 
 def _drop(site: Site, pool: str, key: str) -> None:  # noqa: ARG001

@@ -1,6 +1,6 @@
 """Steps: the operators of classic reinforcement learning over iterators.
 
-rollouts ─ select, concat_batches, standardize ─> train_one_step ─> update_target ─> report_metrics
+rollouts ─ select, join ─> train_one_step ─> report_metrics
 compute_gradients, on the source worker ─> average_gradients ─> apply_gradients
 store_to_replay                            replay
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -60,33 +59,6 @@ def select(policy: str) -> Operator:
         return rollout[policy]
 
     return Operator(label=f"select {policy}", begin=lambda _: taken)
-
-
-def concat_batches(min_steps: int) -> Operator:
-    """Join fragments of equal T until they have ``min_steps`` environment steps; for ``combine``."""
-    return collect(
-        f"concat_batches {min_steps}",
-        lambda held: sum(each.num_steps for each in held) >= min_steps,
-        lambda _, held: joined(held),
-    )
-
-
-def standardize(name: str) -> Operator:
-    """Shift and scale a field of a fragment to mean 0 and deviation 1.
-
-    The field is ``rewards`` or an output, such as ``advantages``. Rows that only reset do not count. A
-    deviation below 1e-4 counts as 1e-4.
-    """
-
-    def scaled(fragment: Fragment) -> Fragment:
-        values: Any = fragment.rewards if name == "rewards" else fragment.outputs[name]
-        counted = values[fragment.valid]
-        found = ((values - counted.mean()) / max(float(counted.std()), 1e-4)).astype(values.dtype)
-        if name == "rewards":
-            return replace(fragment, rewards=found)
-        return replace(fragment, outputs={**fragment.outputs, name: found})
-
-    return Operator(label=f"standardize {name}", begin=lambda _: scaled)
 
 
 def train_one_step(system: System, policy: str = "", *, publish_every: int = 1) -> Operator:
@@ -206,26 +178,10 @@ def _draw(buffer: Any, batch_size: int, least: int) -> Any:
     return buffer.sample(batch_size)
 
 
-def update_target(update: Callable[[], None], every: int) -> Operator:
-    """Call a function, which copies weights to a target network, at every ``every``-th item."""
-
-    def begin(_: PlanContext) -> Callable[[Any], Any]:
-        numbers = count(1)
-
-        def counted(item: Any) -> Any:
-            if next(numbers) % every == 0:
-                update()
-            return item
-
-        return counted
-
-    return Operator(label=f"update_target {every}", begin=begin)
-
-
 def report_metrics(every: int = 1) -> Operator:
     """Join the metrics of ``every`` items and those that operators recorded to one item; for ``combine``."""
     return collect(
         f"report_metrics {every}",
-        lambda held: len(held) == every,
+        every,
         lambda context, held: merge_metrics([*held, context.take_metrics()]),
     )

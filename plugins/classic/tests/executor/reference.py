@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rillflow_classic.executor.plan import PlanChannel, Reaction, StaticPlan, Tag
+from rillflow_classic.executor.plan import DelayedChannel, PlanChannel, Reaction, StaticPlan, Tag
 
 Line = tuple[Tag, str, Any]
 """Tag, name and result of a reaction."""
@@ -36,6 +36,21 @@ def _flat(given: Any) -> Any:
     return tuple(-1 if each is None else each for each in given) if isinstance(given, list) else given or -1
 
 
+class Clock:
+    """A reactor that starts itself again after a delay."""
+
+    def tick(self, start: Any, again: Any) -> Any:
+        return again if start is None else start
+
+
+def timer(plan: StaticPlan, period: int) -> PlanChannel:
+    """Return a channel that has a value at time 0 and then every ``period``."""
+    again = plan.delayed("again", after=period)
+    ticked = plan.reactor(f"clock {period}", Clock).react("tick", plan.startup(5), again)
+    again.connect(ticked)
+    return ticked
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> StaticPlan:
     """Draw a plan of some reactors: acyclic within a tag, with delayed channels back."""
@@ -44,14 +59,12 @@ def plans(draw: st.DrawFn) -> StaticPlan:
         plan.reactor(f"reactor {index}", partial(Mixer, index))
         for index in range(draw(st.integers(1, 5), label="reactors"))
     ]
-    sources = [plan.startup(3), plan.timer(draw(st.integers(1, 3)), 5)]
+    sources = [plan.startup(3), timer(plan, draw(st.integers(1, 3)))]
     delayed = [
-        plan.forward(f"delayed {index}", after=draw(st.integers(0, 2)))
+        plan.delayed(f"delayed {index}", after=draw(st.integers(0, 2)))
         for index in range(draw(st.integers(0, 3), label="delays"))
     ]
-    instant = [plan.forward("instant")]
-    instant[0].connect(sources[0])
-    channels = [*sources, *delayed, *instant]
+    channels = [*sources, *delayed]
     for number in range(draw(st.integers(1, 8), label="reactions")):
         picked = st.sampled_from(channels)
         inputs = draw(st.lists(picked | st.lists(picked, min_size=1, max_size=3), min_size=1, max_size=3))
@@ -72,7 +85,7 @@ class Interpreter:
         """Return the lines of some tags; those of one tag are sorted by name."""
         states = {each.name: each.make() for each in self.plan.reactors}
         for each in self.plan.channels:
-            if each.period is not None:
+            if each.value is not None:
                 self.pending.setdefault(Tag(0, 0), {})[each.slot] = each.value
         lines: list[Line] = []
         for _ in range(tags):
@@ -80,13 +93,10 @@ class Interpreter:
                 break
             tag = min(self.pending)
             values = self.pending.pop(tag)
-            for each in self.plan.channels:
-                if each.period and each.slot in values:
-                    self._add(Tag(tag.time + each.period, 0), each, values[each.slot])
             lines += sorted(self._one_tag(tag, values, states), key=lambda line: line[1])
             for each in self.plan.channels:
-                if each.after is not None and each.source is not None:
-                    value = self._read(each.source, values)
+                if isinstance(each, DelayedChannel):
+                    value = self._read(each.reads[0], values)
                     if value is not None:
                         later = (
                             Tag(tag.time + each.after, 0) if each.after else Tag(tag.time, tag.microstep + 1)
@@ -107,23 +117,19 @@ class Interpreter:
             ]
             if all(self._read(each, values) is None for each in reaction.reads):
                 continue
-            result = getattr(states[reaction.reactor.name], reaction.method)(*given)
+            result = getattr(states[reaction.reactor.name], str(reaction.method))(*given)
             lines.append((tag, reaction.name, result))
             if result is not None:
-                values[reaction.outputs[0].slot] = result
+                values[reaction.slot] = result
         return lines
 
     def _waits(self, reaction: Reaction, left: list[Reaction]) -> bool:
         for channel in reaction.reads:
-            while channel.source is not None and channel.after is None:
-                channel = channel.source
-            if channel.after is None and channel.writer in left:
+            if channel in left:
                 return True
         return any(each.reactor is reaction.reactor for each in left[: left.index(reaction)])
 
     def _read(self, channel: PlanChannel, values: dict[int, Any]) -> Any:
-        while channel.source is not None and channel.after is None:
-            channel = channel.source
         return values.get(channel.slot)
 
     def _add(self, tag: Tag, channel: PlanChannel, value: Any) -> None:

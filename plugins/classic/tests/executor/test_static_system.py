@@ -12,6 +12,10 @@ import rillflow
 from rillflow.cli.main import main
 from rillflow.errors import ConfigError, RillflowError
 from rillflow.runs import layout
+from rillflow.workers.backend import Pool
+from rillflow.workers.inline import InlineBackend
+from rillflow_classic.executor.system import StaticSystem
+from rillflow_classic.worker_set import WorkerSet
 
 RECIPE: dict[str, Any] = {
     "kind": "classic",
@@ -79,9 +83,9 @@ def test_a_recipe_without_a_fixed_pattern_is_refused(
 
 
 def test_rollouts_as_they_come_are_refused() -> None:
-    from rillflow_classic.executor.system import StaticSystem
-
-    system = StaticSystem([cast(Any, object())], {}, 1)
+    backend = InlineBackend()
+    backend.open([Pool(name="actors", size=1)])
+    system = StaticSystem(WorkerSet(backend, "actors", cast(Any, str)), {}, 1)
     with pytest.raises(RillflowError, match="which actor is next then depends on time"):
         system.rollouts("async")
     with pytest.raises(RillflowError, match="rollouts have no mode 'often'"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -30,14 +29,11 @@ from rillflow_classic.operators.steps import (
     WorkerGradients,
     apply_gradients,
     average_gradients,
-    concat_batches,
     join,
     replay,
     report_metrics,
     select,
-    standardize,
     store_to_replay,
-    update_target,
 )
 from rillflow_classic.system import CallSystem
 from rillflow_classic.worker_set import WorkerSet
@@ -76,24 +72,6 @@ def test_rollouts_are_joined_side_by_side_policy_by_policy() -> None:
     joined = join([{"left": fragment(0), "right": fragment(1)}, {"left": fragment(2), "right": fragment(3)}])
     assert isinstance(joined, Mapping)
     assert [joined[name].rewards[0].tolist() for name in ("left", "right")] == [[0, 1, 2, 3], [1, 2, 3, 4]]
-
-
-def test_concat_batches_joins_until_there_are_enough_steps_and_keeps_the_rest() -> None:
-    """A fragment has 4 steps, and 2 rows that only reset."""
-    flow = from_items([fragment(first) for first in range(5)]).combine(concat_batches(8))
-    assert [each.num_steps for each in flow] == [8, 8]
-    assert [each.num_steps for each in flow] == [8, 8], "a second run begins without the rest of the first"
-
-
-@pytest.mark.parametrize("name", ["rewards", "values"])
-def test_standardize_gives_mean_0_and_deviation_1_over_the_steps(name: str) -> None:
-    (found,) = from_items([fragment(5)]).for_each(standardize(name))
-    values = found.rewards if name == "rewards" else found.outputs[name]
-    counted = values[found.valid]
-    assert abs(counted.mean()) < 1e-6 and abs(counted.std() - 1) < 1e-5
-    constant = replace(fragment(0), rewards=np.full((3, 2), 7, np.float32))
-    (found,) = from_items([constant]).for_each(standardize("rewards"))
-    assert not found.rewards.any(), "a deviation of 0 does not divide"
 
 
 def gradients(*values: float, version: int = 0) -> WorkerGradients:
@@ -218,16 +196,13 @@ def test_replay_of_workers_stores_at_random_and_draws_as_they_come() -> None:
     assert min(map(len, kept)) >= 20
 
 
-def test_update_target_and_report_metrics_count_items() -> None:
-    updates: list[int] = []
+def test_report_metrics_joins_items_and_what_operators_recorded() -> None:
     metrics = [{"actor/steps/sum": Sum(value=float(each))} for each in range(6)]
-    counted = from_items(metrics).for_each(update_target(lambda: updates.append(len(updates)), every=2))
     context = PlanContext()
-    items = counted.combine(report_metrics(3)).run(context)
-    assert next(items) == {"actor/steps/sum": Sum(value=3.0)} and updates == [0]
+    items = from_items(metrics).combine(report_metrics(3)).run(context)
+    assert next(items) == {"actor/steps/sum": Sum(value=3.0)}
     context.record({"actor/lost/sum": Sum(value=1.0)})
     assert next(items) == {"actor/steps/sum": Sum(value=12.0), "actor/lost/sum": Sum(value=1.0)}
-    assert updates == [0, 1, 2]
 
 
 def inputs(seed: int = 3) -> LearnerInputs:
