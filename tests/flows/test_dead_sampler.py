@@ -66,7 +66,8 @@ def command(tiny: Tiny, name: str, *settings: str) -> list[str]:
     return ["run", str(tiny.recipe), "--dir", str(tiny.folder / name), *words]
 
 
-@pytest.mark.parametrize("freshness", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("freshness", [0, 1])
 def test_the_last_whole_step_is_saved_and_the_run_goes_on(
     tiny: Tiny, freshness: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +102,8 @@ def test_the_ranks_start_again_from_the_last_whole_step(
     assert code == 0, said
     assert "rank 0 of pool 'answers' has died" in said
     assert f"all ranks start again from step {DIES_IN} (restart 1 of 3)" in said
+    main(["verify", str(tiny.folder / "again")])
+    assert "the ranks that held them died" in capsys.readouterr().out
     assert main(command(tiny, "whole", "placement.backend=inline"), algorithms=[ALGORITHM]) == 0
     tiny.assert_same_weights("whole", "again")
 
