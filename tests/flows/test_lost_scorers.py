@@ -159,7 +159,8 @@ def kill_scorers(run: Path, deaths: int) -> None:
 
 
 @RAY
-@pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deaths", [1, 3])
 def test_a_process_that_scores_and_is_killed_is_replaced_while_training_goes_on(
     tmp_path: Path, deaths: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

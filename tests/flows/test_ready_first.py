@@ -176,7 +176,7 @@ def test_a_run_that_was_cut_trains_every_group_once(tmp_path: Path) -> None:
 
 def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path: Path) -> None:
     asked = Interruption()
-    settings = (*INLINE, APART, READY, HALTING, *LONG, "evaluate=none")
+    settings = (*INLINE, APART, READY, HALTING, *LONG, "evaluate=none", "rollout.keep_cache=true")
 
     def stop(phase: str, step: int, metrics: object) -> None:
         asked.requested = asked.requested or (phase == "grpo" and step == 5)
@@ -340,8 +340,7 @@ def test_a_replica_that_dies_is_replaced_while_training_goes_on(
     monkeypatch.setenv("MOST_DEATHS", str(most))
     engine = f'rollout.engine="{__name__}:Dying"'
     pools = ('placement.backend="ray"', *TWO[1:])
-    more = (*LONG, "algorithm.steps=24", "evaluate=none", "rollout.keep_cache=true")
-    ran(tmp_path, 2, *pools, READY, engine, *more, is_quiet=False)
+    ran(tmp_path, 2, *pools, READY, engine, *LONG, "algorithm.steps=24", "evaluate=none", is_quiet=False)
     said = " ".join(capsys.readouterr().out.split())
     assert len(list(deaths.iterdir())) == most
     assert said.count("a new process takes its place") == most and "all ranks start again" not in said
