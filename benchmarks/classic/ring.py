@@ -57,7 +57,7 @@ from rillflow_classic.streams.stream import FragmentSource, StreamSpec
 from rillflow_classic.worker_set import WorkerSet
 from rillflow_classic.workers.recording import ArraySpec, fragment_of, layout_of
 
-SMALLEST = ["ring --rounds 1 --seconds 0.1 --sizes 1 --workloads fast", "streams --rounds 1 --seconds 0.1"]
+SMALLEST = ["ring --rounds 1 --seconds 0.5 --sizes 1 2 --workloads fast", "streams --rounds 1 --seconds 0.2"]
 NEEDS = ["envpool", "rillflow_classic"]
 WEIGHTS = {"nothing": np.zeros(1, np.float32)}
 WORKLOADS = {

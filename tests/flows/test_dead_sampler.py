@@ -102,8 +102,6 @@ def test_the_ranks_start_again_from_the_last_whole_step(
     assert code == 0, said
     assert "rank 0 of pool 'answers' has died" in said
     assert f"all ranks start again from step {DIES_IN} (restart 1 of 3)" in said
-    main(["verify", str(tiny.folder / "again")])
-    assert "the ranks that held them died" in capsys.readouterr().out
     assert main(command(tiny, "whole", "placement.backend=inline"), algorithms=[ALGORITHM]) == 0
     tiny.assert_same_weights("whole", "again")
 
