@@ -30,6 +30,12 @@ LONGEST_FIRST = (
     "tests/flows/test_nothing_lost.py",
     "tests/flows/test_resume.py",
     "tests/flows/test_chaos.py",
+    "tests/distributed/test_sharded_generation.py",
+    "tests/distributed/test_local_processes.py",
+    "tests/flows/test_lost_scorers.py",
+    "tests/flows/test_gathered_steps.py",
+    "tests/flows/test_fused.py",
+    "tests/simulation/test_seeds.py",
     "tests/unit/app/test_peaks.py",
     "tests/architecture/test_mutation_study.py",
 )

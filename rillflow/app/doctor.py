@@ -32,7 +32,7 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.sandbox import SENTENCES, Level
 from rillflow.rewards.supervised import REFUSED
 from rillflow.rewards.workers import RewardWorkers
-from rillflow.runs.environment import CONTROL_GROUP, usable_cores, words_of
+from rillflow.runs.environment import CONTROL_GROUP, package_version, usable_cores, words_of
 from rillflow.runs.formatting import size
 
 GIB = 1024**3
@@ -122,7 +122,7 @@ def packages() -> list[Finding]:
 
 
 def package_finding(requirement: Requirement) -> list[Finding]:
-    name, version = requirement.name, _version(requirement.name)
+    name, version = requirement.name, package_version(requirement.name)
     fix = f"pip install '{requirement}'"
     if version is None:
         return _found(name, "not installed", fix, fails=True)
@@ -139,17 +139,10 @@ def extras() -> list[Finding]:
         ("reasoning-gym", "gym", "reasoning-gym tasks"),
         ("ray", "ray", "runs on several ranks"),
     ):
-        version = _version(package)
+        version = package_version(package)
         what = version or f"not installed; only {use} need it: pip install 'rillflow[{extra}]'"
         found += _found(package, what)
     return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def torch_and_device() -> list[Finding]:
@@ -173,7 +166,7 @@ def torch_and_device() -> list[Finding]:
 
 def cuda_devices() -> int | None:
     """Return how many CUDA devices torch will see, without importing it; None if only torch can tell."""
-    version = _version("torch") or ""
+    version = package_version("torch") or ""
     if "+rocm" in version or sys.platform != "linux":
         return None
     if version.endswith("+cpu"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -39,13 +40,20 @@ def environment(*, device: str, command: Sequence[str]) -> dict[str, JSON]:
 
 def installed_versions() -> Mapping[str, JSON]:
     """Return the versions of the packages that can change a result, without importing them."""
-    versions: dict[str, JSON] = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    versions = {name: package_version(name) for name in _PACKAGES}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+@cache
+def package_version(name: str) -> str | None:
+    """Return the version of a package, or None if it is not installed.
+
+    A process reads it once: parsing the metadata of torch takes milliseconds, and each check asks for it.
+    """
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def own_version() -> str:

@@ -1,6 +1,7 @@
 """Every command that a page shows runs; CONTRIBUTING.md has the rules.
 
 page ─ commands_of ─> each line that begins with $ ─ in_small ─> small commands, in a copy of the repository
+                                               rillflow ... ─> a fork that has the imports; all others ─> bash
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pytest
 from rillflow.algorithms.config import SampledConfig
 from rillflow.app.recipe import LoadedRecipe, open_recipe
 from rillflow.errors import ConfigError
+from tests.flows.warm import Command
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240
@@ -97,6 +99,29 @@ def _small_settings(arguments: list[str], folder: Path) -> list[str]:
     return [word for setting in small for word in ("--set", setting)]
 
 
+def forked_words(command: str) -> list[str]:
+    """Return the words after ``rillflow``, or none if the command needs a shell or is another program."""
+    program, *words = shlex.split(command, comments=True)
+    is_plain = Path(program).name == "rillflow" and not set(command) & set("|&;<>$`*(~")
+    return words if is_plain else []
+
+
+def ended(command: str, folder: Path, said: Path) -> tuple[int, str]:
+    """Run a command in a folder; return its exit code and its output."""
+    if words := forked_words(command):
+        return (running := Command(words, said)).wait(LIMIT_S), running.said
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return done.returncode, f"{done.stdout[-2000:]}{done.stderr}"
+
+
 def _left_out(folder: str, names: list[str]) -> set[str]:
     """Return the names that a copy omits; ``runs`` in the root holds runs, ``rillflow/runs`` is code."""
     runs = {"runs"} if Path(folder) == ROOT else set()
@@ -142,27 +167,27 @@ processes.
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=pytest.mark.slow if page in LONGER else ()) for page in WITH_COMMANDS]
 )
-def test_every_command_runs(page: str, tmp_path: Path) -> None:
+def test_every_command_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "rillflow"
     shutil.copytree(ROOT, folder, ignore=_left_out)
     (folder / ".venv").symlink_to(sys.prefix)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.chdir(folder)
     for shown in commands_of((ROOT / page).read_text("utf-8")):
         for command in in_small(shown.text, folder) if shown.is_run else []:
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", command],
-                cwd=folder,
-                env={**os.environ, "PATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-                check=False,
-            )
-            said = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
-            assert done.returncode == 0, (
-                f"{page}:{shown.line}: {command}\nended with {done.returncode}\n{said}"
-            )
+            code, said = ended(command, folder, tmp_path / "said.txt")
+            assert code == 0, f"{page}:{shown.line}: {command}\nended with {code}\n{said[-6000:]}"
+
+
+def test_a_command_of_rillflow_alone_needs_no_shell() -> None:
+    assert forked_words("rillflow check run.toml  # a note") == ["check", "run.toml"]
+    for text in (
+        "rillflow check a.toml | tee b",
+        "rillflow check $run",
+        "python -m rillflow.cli.main doctor",
+    ):
+        assert forked_words(text) == []
 
 
 def test_no_command_hides_in_another_kind_of_block() -> None:

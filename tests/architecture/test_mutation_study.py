@@ -327,6 +327,7 @@ def package_at(commit: str) -> Iterator[tuple[str, str]]:
             yield file.partition(":")[2], git.stdout.read(length + 1).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="a new study is due: it takes hours; then remove this mark")
 def test_the_study_is_not_older_than_a_third_of_the_package(size: ModuleType) -> None:
     """Counts added and removed lines of code; docstrings, comments and moved lines do not count."""

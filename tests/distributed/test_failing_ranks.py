@@ -282,6 +282,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_driver_is_killed() -> None:
     """Ray's own helpers wait a minute for a dead head."""
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)

@@ -118,7 +118,7 @@ def small(prompts, completions, **columns):
 """
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_takes_how_long_changes_no_bit(tmp_path: Path, parts: int) -> None:
     plain = 'algorithm.loss.correction="none"'  # without this, a foreign engine gets a correction
     settings = (*INLINE, SCORED_THERE, f"rollout.stream_chunks={parts}", "algorithm.loss.kl=0", plain)
@@ -152,7 +152,7 @@ def test_where_roles_are_changes_no_bit_of_a_step_of_more(tmp_path: Path, name: 
     assert ran(tmp_path / "b", 2, *INLINE, pools, SCORED_ALONE, name=name) == here
 
 
-@pytest.mark.parametrize("name", ["dapo", "remax"])
+@pytest.mark.parametrize("name", ["dapo", pytest.param("remax", marks=pytest.mark.slow)])
 def test_rows_that_come_part_by_part_are_the_same_rows(tmp_path: Path, name: str) -> None:
     """Scoring stages run on each part alone; no bit of rows, weights or reports changes.
 
@@ -198,7 +198,7 @@ def test_parts_that_would_cut_minibatches_are_refused(tmp_path: Path) -> None:
         ran(tmp_path, 1, *INLINE, APART, "algorithm.shuffle=false", "rollout.stream_chunks=2")
 
 
-@pytest.mark.parametrize(("freshness", "cuts"), [(1, [2]), (4, [1, 4])])
+@pytest.mark.parametrize(("freshness", "cuts"), [pytest.param(1, [2], marks=pytest.mark.slow), (4, [1, 4])])
 def test_a_run_that_was_cut_goes_on_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freshness: int, cuts: list[int]
 ) -> None:

@@ -66,7 +66,8 @@ def command(tiny: Tiny, name: str, *settings: str) -> list[str]:
     return ["run", str(tiny.recipe), "--dir", str(tiny.folder / name), *words]
 
 
-@pytest.mark.parametrize("freshness", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("freshness", [0, 1])
 def test_the_last_whole_step_is_saved_and_the_run_goes_on(
     tiny: Tiny, freshness: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

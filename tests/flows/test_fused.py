@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,9 @@ from rillflow.runs.report.write import write_report
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD
 
-if find_spec("ray") is None:
-    pytest.skip("Ray is not installed", allow_module_level=True)
-
 FUSED = 'placement.fused=["policy","critic"]'
 TWO = ("placement.pools.main=2", "placement.train_parallel.main.pp=2")
+PROCESSES = "placement.backend=process"
 SMALL = ("policy.tokens_per_micro_batch=16", "warm_start=none", "evaluate=none", "run.checkpoint_every=1")
 """Settings with several micro-batches in each of two optimiser steps of a step."""
 HUGE = """
@@ -68,7 +65,7 @@ def start(folder: Path, *settings: str, reward: str = REWARD, name: str = "ppo")
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text(RECIPE.replace("NAME", name))
     (folder / "reward.py").write_text(reward)
-    told = [f"run.dir={json.dumps(str(folder / 'run'))}", *SMALL, *settings]
+    told = [f"run.dir={json.dumps(str(folder / 'run'))}", PROCESSES, *SMALL, *settings]
     loaded = load_recipe(folder / "run.toml", told)
     launch(loaded.recipe, loaded.base, quiet=True)
     return Ran(folder)
@@ -82,20 +79,48 @@ def require_same(one: Ran, other: Ran) -> None:
         assert torch.equal(tensor, held[1][name]), name
 
 
+def require_near(one: Ran, other: Ran) -> None:
+    """Compare with a run on one rank, whose sums round otherwise."""
+    wanted = ("loss/mean", "squared_error/mean", "grad_norm/mean")
+    assert len(one.metrics) == len(other.metrics) > 1
+    for first, second in zip(one.metrics, other.metrics, strict=True):
+        names = [name for name in first if name.endswith(wanted)]
+        assert len(names) > 3
+        for name in names:
+            assert second[name]["mean"] == pytest.approx(first[name]["mean"], rel=1e-4, abs=1e-5), name
+
+
 def fused_steps(ran: Ran) -> int:
     """How many optimiser steps ran together."""
     return sum(len(window.stages) > 1 for window in windows(read_passes(ran.run)))
 
 
+def test_fused_updates_learn_what_one_rank_does_and_their_timeline_shows_each_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slow tests compare the bits of runs; tests/distributed compares those of fused pipelines every day."""
+    fused = start(tmp_path / "fused", *TWO, FUSED)
+    require_near(start(tmp_path / "one", "placement.backend=inline"), fused)
+    require_overlapping(fused)
+    require_timeline(fused, "critic.update + policy.update", capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_fused_updates_have_the_bits_of_updates_in_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their passes overlap, and the timeline shows each of them."""
-    alone = start(tmp_path / "alone", *TWO)
-    fused = start(tmp_path / "fused", *TWO, FUSED)
+    alone, fused = (start(tmp_path / name, *TWO, *more) for name, more in (("a", ()), ("b", (FUSED,))))
     require_same(alone, fused)
-    assert fused_steps(alone) == 0 and fused_steps(fused) == 4
+    assert fused_steps(alone) == 0
     assert all(gain == ALONE for record in read_passes(alone.run) for gain in record.gains)
+    require_timeline(alone, "critic.update  ", capsys)
+    require_timeline(alone, "policy.update  ", capsys)
+
+
+def require_overlapping(fused: Ran) -> None:
+    """Check that the two updates of each step overlap on two ranks."""
+    assert fused_steps(fused) == 4
     for step in (1, 2):
         spans = {span.stage: span for span in read_spans(fused.run) if span.step == step}
         critic, policy = spans["critic.update"], spans["policy.update"]
@@ -104,16 +129,15 @@ def test_fused_updates_have_the_bits_of_updates_in_turn(
     metrics = [json.loads(line)["metrics"] for line in (fused.run / layout.METRICS).read_text().splitlines()]
     assert all(0.03 <= each["fused/gain/mean"]["mean"] < 0.5 for each in metrics)
     assert all(each["fused/measured_gain/mean"]["count"] == 2 for each in metrics)
-    for ran, lines in (
-        (alone, ["critic.update  ", "policy.update  "]),
-        (fused, ["critic.update + policy.update"]),
-    ):
-        assert main(["timeline", str(ran.run)]) == 0
-        told = capsys.readouterr().out
-        assert "C c critic forward, backward; P p policy forward, backward" in told
-        assert all(line in told for line in lines)
-        page = write_report(ran.run).read_text()
-        assert "Pipeline passes of step 2" in page and "policy backward, step 2" in page
+
+
+def require_timeline(ran: Ran, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check the passes in the timeline and in the report."""
+    assert main(["timeline", str(ran.run)]) == 0
+    told = capsys.readouterr().out
+    assert "C c critic forward, backward; P p policy forward, backward" in told and line in told
+    page = write_report(ran.run).read_text()
+    assert "Pipeline passes of step 2" in page and "policy backward, step 2" in page
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def assert_whole(run: Path, said: str, deaths: int) -> None:
     assert replay(run, settings=[INLINE]).difference is None
 
 
-@pytest.mark.parametrize("freshness", [0, 2])
+@pytest.mark.parametrize("freshness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_scores_and_dies_is_replaced_while_training_goes_on(
     tmp_path: Path, freshness: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +159,8 @@ def kill_scorers(run: Path, deaths: int) -> None:
 
 
 @RAY
-@pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deaths", [1, 3])
 def test_a_process_that_scores_and_is_killed_is_replaced_while_training_goes_on(
     tmp_path: Path, deaths: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

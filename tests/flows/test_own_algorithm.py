@@ -73,6 +73,7 @@ def test_the_same_command_goes_on_from_a_checkpoint(example: ModuleType, tmp_pat
     assert run(example, tmp_path / "run", *small) == seen
 
 
+@pytest.mark.slow
 def test_the_file_is_a_command_line(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "own_algorithm.py"), "graph", str(RECIPE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)

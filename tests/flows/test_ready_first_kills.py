@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,8 @@ from rillflow.runs import layout
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ahead import APART, RAY, ran
+
+from tests.flows.warm import CONTEXT
 
 READY = (
     'algorithm.async_mode="ready_first"',
@@ -58,11 +59,11 @@ def start(folder: Path, backend: str, steps: int, last: int) -> None:
 
 def started(folder: Path, backend: str, steps: int, last: int) -> int:
     """Run ``start`` in a process of its own; return its exit code."""
-    code = (
-        f"import {__name__}; {__name__}.start({__name__}.Path({str(folder)!r}), {backend!r}, {steps}, {last})"
-    )
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    return subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}).returncode
+    process = CONTEXT.Process(target=start, args=(folder, backend, steps, last))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def shown(run: Path) -> dict[int, dict[str, Any]]:

@@ -95,7 +95,7 @@ def test_one_step_starts_from_the_newest_checkpoint_before_it(
 @pytest.mark.parametrize(
     "rest",
     [
-        pytest.param(f"freshness = 2\n{SUMS}{INLINE}", id="versions behind"),
+        pytest.param(f"freshness = 2\n{SUMS}{INLINE}", id="versions behind", marks=pytest.mark.slow),
         pytest.param(f"freshness = 1\n{SUMS}{INLINE}[rollout2]\n", id="chunks"),
         pytest.param(f"oversample_prompts = 1.5\n{SUMS}", id="tail batching"),
     ],

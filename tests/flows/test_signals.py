@@ -26,9 +26,11 @@ problems = 4
 {SAMPLER_ON_RAY}"""
 REWARD = """
 import time
+from pathlib import Path
 
 def reward(prompts, completions, **_):
-    time.sleep(0.2)
+    if not Path(__file__).with_name("quick").exists():
+        time.sleep(0.2)
     return [sum(letter < "5" for letter in text) / 3 for text in completions]
 """
 LONG_S = 600.0
@@ -72,6 +74,7 @@ def assert_ended_and_resumes(tiny: Tiny, process: subprocess.Popen[str], *settin
         assert tiny.steps_kept("cut")[-1] == made, said
         assert (run / "report.html").is_file() and (run / "summary.json").is_file(), said
     assert not (run / "finished.json").exists()
+    (tiny.folder / "quick").touch()
     assert tiny.run("cut", *settings) == 0
     assert tiny.run("whole", *settings) == 0
     tiny.assert_same("whole", "cut")
@@ -109,6 +112,7 @@ from pathlib import Path
 
 def reward(prompts, completions, **_):
     while Path(__file__).with_name("stuck").exists():
+        Path(__file__).with_name("hangs").touch()
         time.sleep(0.1)
     return [sum(letter < "5" for letter in text) / 3 for text in completions]
 """
@@ -122,9 +126,10 @@ def hanging(tiny: Tiny, *settings: str) -> subprocess.Popen[str]:
     wait_for_steps(tiny.folder / "cut", 3, process)
     (tiny.folder / "stuck").touch()
     made = -1
-    while steps_of(tiny.folder / "cut") != made:
+    while not (tiny.folder / "hangs").exists() or steps_of(tiny.folder / "cut") != made:
         made = steps_of(tiny.folder / "cut")
-        time.sleep(2.0)
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.5)
     return process
 
 

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "transformers", "rillflow.app.build"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "transformers", "rillflow.app.build"])
+"""Makes processes that are forks of the server."""
 
 
 class Command:
@@ -25,7 +26,7 @@ class Command:
     """
 
     def __init__(self, words: Sequence[str], said: Path) -> None:
-        self._process = _CONTEXT.Process(target=_run, args=([*words], said, dict(os.environ), Path.cwd()))
+        self._process = CONTEXT.Process(target=_run, args=([*words], said, dict(os.environ), Path.cwd()))
         self._process.start()
         self._said = said
         assert self._process.pid is not None

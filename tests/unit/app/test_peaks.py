@@ -72,8 +72,8 @@ def test_what_is_kept_is_what_the_trainer_keeps() -> None:
     [
         (),
         ("policy.gradient_checkpointing=true",),
-        ("policy.model.dtype=bfloat16",),
-        ("rollout.cache_gib=0.001",),
+        pytest.param(("policy.model.dtype=bfloat16",), marks=pytest.mark.slow),
+        pytest.param(("rollout.cache_gib=0.001",), marks=pytest.mark.slow),
     ],
 )
 def test_the_short_estimate_has_the_same_cache_and_nearly_the_same_activations(
