@@ -254,6 +254,19 @@ def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Itera
             why="trainer ranks are processes of their own, and this process acts for none of them",
             fix='set workers.place = "process" and workers.inference = "actor"',
         )
+    if workers.buffer_workers and (workers.transport == "calls" or algorithm.reanalyse is None):
+        yield ConfigError(
+            f"workers.buffer_workers is {workers.buffer_workers}, workers.transport is "
+            f"{shown(workers.transport)} and algorithm.name is {shown(algorithm.name)}",
+            why="they compute fragments of a stream anew, as an algorithm with ``reanalyse`` says",
+            fix="set workers.buffer_workers = 0",
+        )
+    if recipe.evaluate.from_training and (workers.executor == "static" or recipe.population is not None):
+        yield ConfigError(
+            "evaluate.from_training is true, with a static executor or a population",
+            why="an evaluation worker is given the episodes of one plan's rollouts",
+            fix="set evaluate.from_training = false; evaluate.every evaluates between steps",
+        )
     if workers.executor == "static":
         yield from _of_static(workers, algorithm)
     if recipe.population is not None:

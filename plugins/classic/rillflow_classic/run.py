@@ -176,7 +176,7 @@ class ClassicLoop:
         is_normalised = settings.normalise_observations or settings.normalise_rewards
         self._statistics = EnvironmentStatistics(system) if is_normalised else None
         self._name, self._steps = loaded.algorithm.name, self._recipe.steps
-        self._evaluated = {record.step for record in read_evaluations(run.path)}
+        self._evaluated = {record.step for record in read_evaluations(run.path) if not record.set}
 
     def run(self, checkpoint: Checkpoint | None) -> None:
         """Make the remaining steps.
@@ -224,6 +224,9 @@ class ClassicLoop:
             for note in context.notes:
                 self._progress.note(f"step {step}: {note}")
             context.notes.clear()
+            for found in self._system.evaluations() if self._recipe.evaluate.from_training else ():  # type: ignore[union-attr]
+                self._run_directory.log_evaluation(step, found)
+                self._progress.note(f"step {step}: version {found.more['version']}, {found.text}")
             evaluate_every = self._recipe.evaluate.every
             if evaluate_every and step % evaluate_every == 0:
                 self._evaluate(step)
