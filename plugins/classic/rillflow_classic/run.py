@@ -176,7 +176,7 @@ class ClassicLoop:
         is_normalised = settings.normalise_observations or settings.normalise_rewards
         self._statistics = EnvironmentStatistics(system) if is_normalised else None
         self._name, self._steps = loaded.algorithm.name, self._recipe.steps
-        self._evaluated = {record.step for record in read_evaluations(run.path) if not record.set}
+        self._evaluated = {record.step for record in read_evaluations(run.path)}
 
     def run(self, checkpoint: Checkpoint | None) -> None:
         """Make the remaining steps.

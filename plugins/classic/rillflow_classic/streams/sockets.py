@@ -205,8 +205,8 @@ class SocketEnd(Streams):
 
     def look(self) -> None:
         """Take in the messages that have arrived."""
-        for source in list(self._sockets.values()):
-            for frames in received(source):
+        for name in list(self._sockets):  # the hub's first, which may replace another one
+            for frames in received(self._sockets[name]):
                 self._heard(frames)
         if self._requests is not None:
             for identity, *frames in received(self._requests):

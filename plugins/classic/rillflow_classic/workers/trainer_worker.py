@@ -13,11 +13,10 @@ Loop of the thread
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 from rillflow.errors import ConfigError
@@ -131,24 +130,18 @@ class TrainerWorker:
         self, learners: Mapping[str, Learner], streams: Streams, fragments: FragmentQueue, *, prefetch: bool
     ) -> None:
         self._learners, self._streams, self._fragments = learners, streams, fragments
-        self._lock, self._ready = threading.Lock(), queue.Queue[Rollout](1)
-        self._error: BaseException | None = None
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._prefetch, name="trainer-batches") if prefetch else None
-        if self._thread is not None:
-            self._thread.daemon = True
-            self._thread.start()
+        self._lock, self._is_closed = threading.Lock(), False
+        self._thread = ThreadPoolExecutor(1, "trainer-batches") if prefetch else None
+        self._ahead = self._thread.submit(self._prefetched) if self._thread is not None else None
 
     def next(self, wait_s: float) -> Rollout | None:
         """Return the next batch; None if there are too few fragments in time."""
-        if self._thread is None:
+        if self._thread is None or self._ahead is None:
             return self._assembled(wait_s)
-        try:
-            return self._ready.get(timeout=wait_s) if wait_s > 0 else self._ready.get_nowait()
-        except queue.Empty:
-            if self._error is not None:
-                raise self._error from None
+        if not wait([self._ahead], wait_s).done:
             return None
+        batch, self._ahead = self._ahead.result(), self._thread.submit(self._prefetched)
+        return batch
 
     def metrics(self) -> Metrics:
         """Return what the queue dropped since the last call."""
@@ -160,18 +153,13 @@ class TrainerWorker:
         """End the thread."""
         self._is_closed = True
         if self._thread is not None:
-            self._thread.join()
+            self._thread.shutdown()
 
-    def _prefetch(self) -> None:
-        try:
-            while not self._is_closed:
-                batch = self._assembled(PAUSE_S)
-                while batch is not None and not self._is_closed:
-                    with contextlib.suppress(queue.Full):
-                        self._ready.put(batch, timeout=PAUSE_S)
-                        batch = None
-        except BaseException as error:  # noqa: BLE001  ``next`` raises it
-            self._error = error
+    def _prefetched(self) -> Rollout | None:
+        batch = None
+        while batch is None and not self._is_closed:
+            batch = self._assembled(PAUSE_S)
+        return batch
 
     def _assembled(self, wait_s: float) -> Rollout | None:
         """Take what has arrived, and join a batch."""
