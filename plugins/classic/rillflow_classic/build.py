@@ -22,6 +22,8 @@ from rillflow.config.schema import Section
 from rillflow.runs.json_lines import JSON
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.inline import InlineBackend
+from rillflow.workers.processes import ProcessBackend
+from rillflow.workers.start import ray_backend
 from rillflow_classic.algorithm import LearnerInputs
 from rillflow_classic.algorithms.registry import algorithm_of
 from rillflow_classic.config import ActorsConfig, EpisodesConfig
@@ -230,20 +232,19 @@ def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem | S
         policies = {name: each.policy for name, each in learners.items()}
         server = PolicyWorker(policies, streams.end(WORKER, 0), refreshes=False)
     is_threaded = workers.place != "inline" or sum(pool.size for pool in pools) > 1
-    room = streams.spec.lanes * streams.spec.depth
+    queue = FragmentQueue(
+        streams.spec.lanes * streams.spec.depth,
+        batch=workers.batch,
+        reuses=workers.reuses,
+        max_lag=workers.max_lag,
+    )
     system = StreamSystem(
         streams,
         polled.pop(ACTORS),
         learners,
         others=list(polled.values()),
         server=server,
-        queue=FragmentQueue(
-            max(2 * workers.batch, streams.spec.lanes),
-            batch=workers.batch,
-            reuses=workers.reuses,
-            max_lag=workers.max_lag,
-            room=room,
-        ),
+        queue=queue,
         prefetch=workers.prefetch,
         budget_s=POLL_S if is_threaded else 0.0,
         evaluator=evaluator,
@@ -269,8 +270,7 @@ def open_streams(parts: Parts, learners: Mapping[str, Learner]) -> Streams:
         buffers=workers.buffer_workers,
         depth=workers.depth,
     )
-    kind = "inline" if workers.place == "inline" and workers.transport != "tcp" else workers.transport
-    return streams_of(kind, spec, workers.host)
+    return streams_of(workers.transport, spec, workers.host)
 
 
 class EnvironmentStatistics:
@@ -307,17 +307,9 @@ class EnvironmentStatistics:
         self._system.ask_actors("restore_environments", states)
 
 
-def _processes() -> Backend:
-    from rillflow.workers.processes import ProcessBackend
-
-    return ProcessBackend()
-
-
-def _ray() -> Backend:
-    from rillflow.workers.start import ray_backend
-
-    return ray_backend()
-
-
-BACKENDS: dict[str, Callable[[], Backend]] = {"inline": InlineBackend, "process": _processes, "ray": _ray}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "inline": InlineBackend,
+    "process": ProcessBackend,
+    "ray": ray_backend,
+}
 """Makes the backend of every ``workers.place``."""

@@ -256,7 +256,7 @@ class StreamSystem(ActorSystem):
         super().__init__(actors, learners, evaluator)
         self.streams, self._server, self._prefetch = streams, server, prefetch
         self._polled = [PolledWorkers(each, budget_s) for each in (actors, *others)]
-        self._queue = queue or FragmentQueue(max(2, streams.spec.lanes))
+        self._queue = queue or FragmentQueue(streams.spec.lanes * streams.spec.depth)
         self._trainer: TrainerWorker | None = None
         self._arrived: dict[tuple[int, int], Received] = {}
         self._count = self._round = 0

@@ -33,16 +33,13 @@ class Dock:
     Args:
         tables: record and number of rows of every table.
         bells: names of the bells.
-        is_shared: whether other processes attach to it; else it cannot be sent to them.
 
     Raises:
         StreamError: the machine has no such memory.
     """
 
-    def __init__(
-        self, tables: Mapping[str, tuple[Record, int]], bells: Sequence[str], *, is_shared: bool
-    ) -> None:
-        self._tables, self._is_shared, self._owner = dict(tables), is_shared, os.getpid()
+    def __init__(self, tables: Mapping[str, tuple[Record, int]], bells: Sequence[str]) -> None:
+        self._tables, self._owner = dict(tables), os.getpid()
         sizes = [-(-record.itemsize * rows // _ALIGNMENT) * _ALIGNMENT for record, rows in tables.values()]
         self._starts = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
         try:
@@ -58,12 +55,6 @@ class Dock:
         self._map()
 
     def __getstate__(self) -> dict[str, Any]:
-        if not self._is_shared:
-            raise StreamError(
-                "inline streams are sent to another process",
-                why="they are in the memory of one process",
-                fix="use workers.transport = 'shared_memory' or 'tcp'",
-            )
         return {name: each for name, each in self.__dict__.items() if name not in ("columns", "rows")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

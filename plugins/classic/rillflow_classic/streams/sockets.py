@@ -51,11 +51,11 @@ def open_streams(kind: str, spec: StreamSpec, host: str = "127.0.0.1") -> Stream
     """Return the trainer's end of new streams.
 
     Args:
-        kind: ``inline``, ``shared_memory`` or ``tcp``.
+        kind: ``tcp``, or ``shared_memory``, which is also for the workers of one process.
         spec: the sizes.
         host: address of this machine that the others reach, for ``tcp``.
     """
-    dock = Dock(spec.tables, spec.bells, is_shared=kind == "shared_memory")
+    dock = Dock(spec.tables, spec.bells)
     return SocketHub(spec, dock, host) if kind == "tcp" else Streams(spec, dock)
 
 
@@ -182,7 +182,7 @@ class SocketEnd(Streams):
     """A worker's end, with memory of its own."""
 
     def __init__(self, spec: StreamSpec, hub: str, token: bytes, kind: str, index: int) -> None:
-        super().__init__(spec, Dock(spec.tables, (), is_shared=False), kind, index)
+        super().__init__(spec, Dock(spec.tables, ()), kind, index)
         self._token, self._poller = token, zmq.Poller()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         """Socket to the hub and, from an actor, to every policy worker; by the other end's name."""

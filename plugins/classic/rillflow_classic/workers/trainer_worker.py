@@ -38,8 +38,8 @@ class _Waiting:
     """Oldest version of the weights that acted."""
     fragments: Mapping[str, Fragment]
     """Fragment by policy; the episodes count in its first batch."""
-    release: Callable[[], None] | None
-    """Gives its memory back; None if it is a copy."""
+    release: Callable[[], None]
+    """Gives its memory back."""
     uses: int = 0
     """Batches that it was in."""
 
@@ -48,25 +48,24 @@ class FragmentQueue:
     """Fragments that wait for the trainer, newest first.
 
     Args:
-        capacity: largest number of fragments; a further one replaces the oldest.
+        room: fragments that the stream holds.
         batch: fragments of a batch.
         reuses: number of batches that each fragment may be in; fragments that were in fewer come first.
         max_lag: fragments whose oldest step acted with weights more versions old are dropped; None: none.
-        room: fragments that the stream holds. If a batch or its reuse needs more, fragments are copied as
-            they come.
+
+    Raises:
+        ConfigError: the stream holds no batch.
     """
 
-    def __init__(
-        self, capacity: int, *, batch: int = 1, reuses: int = 1, max_lag: int | None = None, room: int = 1
-    ) -> None:
-        if not 1 <= batch <= capacity:
+    def __init__(self, room: int, *, batch: int = 1, reuses: int = 1, max_lag: int | None = None) -> None:
+        if not 1 <= batch <= room:
             raise ConfigError(
-                f"a batch of {batch} fragments from a queue of {capacity}",
-                why="the queue holds all fragments of a batch",
-                fix="enlarge the queue, or take smaller batches",
+                f"a batch of {batch} fragments from a stream that holds {room}",
+                why="fragments of a batch wait in the memory of the stream",
+                fix="enlarge workers.depth, or lower workers.batch",
             )
-        self._capacity, self._batch, self._reuses, self._max_lag = capacity, batch, reuses, max_lag
-        self._copies = reuses > 1 or batch > room
+        self._capacity = min(room, max(2 * batch, room // 2))
+        self._batch, self._reuses, self._max_lag = batch, reuses, max_lag
         self._waiting: list[_Waiting] = []
         self.dropped = 0
         """Fragments that were too old or too many."""
@@ -75,16 +74,10 @@ class FragmentQueue:
         return len(self._waiting)
 
     def put(self, received: Received) -> None:
-        """Add a fragment; drop the oldest one if there is no room."""
+        """Add a fragment; if half of the stream and two batches wait, drop the oldest one."""
         if len(self) == self._capacity:
             self._drop(self._waiting[-1:])
-        fragments, release = received.fragments, received.release
-        if self._copies:
-            fragments = copy.deepcopy(fragments)
-            release()
-        added = _Waiting(
-            version=received.version, fragments=fragments, release=None if self._copies else release
-        )
+        added = _Waiting(version=received.version, fragments=received.fragments, release=received.release)
         self._waiting.insert(0, added)
 
     def take(self, version: int) -> Rollout | None:
@@ -112,8 +105,7 @@ class FragmentQueue:
     def _end(self, ended: Sequence[_Waiting]) -> None:
         self._waiting = [each for each in self._waiting if each not in ended]
         for each in ended:
-            if each.release is not None:
-                each.release()
+            each.release()
 
 
 class TrainerWorker:

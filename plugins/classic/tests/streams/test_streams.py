@@ -16,7 +16,6 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.errors import StreamError
 from rillflow_classic.streams.layout import layout_of, record_of
 from rillflow_classic.streams.sockets import SocketHub, message_head, open_streams
 from rillflow_classic.streams.streams import RETRY_S, Received, Streams, StreamSpec
@@ -60,7 +59,7 @@ def run(kind: str, actor: Actor, turns: int = 40) -> None:
         actor.poll(0.0)
 
 
-@pytest.fixture(params=["inline", "shared_memory", "tcp"])
+@pytest.fixture(params=["shared_memory", "tcp"])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
@@ -202,13 +201,12 @@ def test_a_policy_worker_gives_what_the_policy_gives(kind: str, is_recurrent: bo
     transport.close()
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
 def test_a_request_goes_to_another_worker_and_late_answers_are_ignored(
-    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("rillflow_classic.streams.streams.time.monotonic", lambda: now[0])
-    transport = made("shared_memory" if is_shared else "inline", spec_of(workers=2))
+    transport = made("shared_memory", spec_of(workers=2))
     client = transport.end("actor", 0)
     servers = [transport.end("worker", index) for index in range(2)]
     policy = AffinePolicy()
@@ -244,7 +242,7 @@ def test_a_request_goes_to_another_worker_and_late_answers_are_ignored(
 @given(data=st.data())
 def test_any_schedule_delivers_each_fragment_once_and_in_order(data: st.DataObject) -> None:
     spec = spec_of(actors=2, ring=2)
-    transport = writer = source = made("inline", spec)
+    transport = writer = source = made("shared_memory", spec)
     writer.publish("policy", 0, weights(0))
     actors = [actor_of(transport, index) for index in range(2)]
     held: list[Received] = []
@@ -350,13 +348,6 @@ def test_weights_are_never_torn(kind: str) -> None:
             assert newest[1]["b"][0] == version
     thread.join()
     assert seen
-    transport.close()
-
-
-def test_inline_streams_refuse_to_leave_their_process() -> None:
-    transport = made("inline", spec_of())
-    with pytest.raises(StreamError, match=r"(?s)inline streams.*shared_memory"):
-        pickle.dumps(transport)
     transport.close()
 
 

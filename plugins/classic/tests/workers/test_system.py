@@ -159,7 +159,7 @@ def test_an_unknown_mode_and_a_missing_learner_are_named(backend: Backend) -> No
 
 
 @pytest.mark.parametrize("style", ["actor", "policy", "trainer"])
-@pytest.mark.parametrize("kind", ["inline", "shared_memory", "tcp"])
+@pytest.mark.parametrize("kind", ["shared_memory", "tcp"])
 def test_rounds_by_streams_are_those_by_calls(backend: Backend, style: str, kind: str) -> None:
     learner = AddingLearner()
     workers = {"actor": 0, "policy": 2, "trainer": 1}[style]
@@ -178,7 +178,7 @@ def test_rounds_by_streams_are_those_by_calls(backend: Backend, style: str, kind
 
 
 @pytest.mark.parametrize("style", ["actor", "policy", "trainer"])
-@pytest.mark.parametrize("kind", ["inline", "tcp"])
+@pytest.mark.parametrize("kind", ["shared_memory", "tcp"])
 def test_fragments_come_as_they_are_made(backend: Backend, style: str, kind: str) -> None:
     learner = AddingLearner()
     transport = open_streams(kind, stream_spec({"actor": 0, "policy": 2, "trainer": 1}[style]))
