@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class ActorSystem(ABC):
     ) -> None:
         self.actors, self.learners, self._evaluator = actors, learners, evaluator
         self.kept = CheckpointedObjects()
-        self._judging: list[WorkerCall] = []
+        self._judging: deque[WorkerCall] = deque()
 
     @property
     def learner(self) -> Learner:
@@ -70,9 +71,14 @@ class ActorSystem(ABC):
 
     def evaluations(self) -> list[Evaluation]:
         """Return the results of the evaluation worker since the last call."""
-        ready = [call for call in self._judging if call.is_ready]
-        self._judging = [call for call in self._judging if call not in ready]
-        return [each for call in ready for each in call.read(0.0)]
+        found: list[Evaluation] = []
+        while self._evaluator is not None and self._judging and self._judging[0].is_ready:
+            try:
+                found += self._judging.popleft().read(0.0)
+            except RankLost as error:  # and with it the episodes that it had
+                self._judging.clear()
+                self._evaluator.start_again(0, error)
+        return found
 
     def publish(self, learner: Learner | None = None) -> None:
         """See System: send a learner's weights; without one, those of every learner."""
@@ -147,9 +153,7 @@ class CallSystem(ActorSystem):
         self._loads = [*check_calls(self._loads), *calls]
 
     def _start_again(self, index: int, error: RankLost) -> None:
-        _log.warning("worker %d of %s is lost, and starts again: %s", index, self.actors.pool, error)
-        self.actors.replace(index).read()
-        self.actors.make_again(index).read(DEADLINE_S)
+        self.actors.start_again(index, error)
         for name, learner in self.learners.items():
             self.actors.call(index, "load", learner.version, learner.weights(), name).read(DEADLINE_S)
 

@@ -204,7 +204,7 @@ class _Part:
         """Forget the episodes and the fragment."""
         self._state = self.layout.initial
         self._resets: Array = np.zeros(len(self._numbers), np.bool_)
-        """[N] slots that reset in row 0 of the next fragment."""
+        """[N] slots that reset in the next row; without a recurrent state, in row 0 of the next fragment."""
         self._row = self._changed = 0
         """Rows since the restart, and the one before which the version of the weights changed last."""
         self._begins = np.zeros(len(self._numbers), np.int64)
@@ -218,6 +218,7 @@ class _Part:
         self.at = 0
         self.episodes: list[FinishedEpisode] = []
         self.arrays["observations"][0] = observations[self.slots]
+        np.logical_not(self._resets, out=self.arrays["valid"][0])
         if self._state is not None:
             self.arrays["state"][...] = self._state
 
@@ -250,9 +251,8 @@ class _Part:
         arrays["truncated"][at] = stepped.truncated[slots]
         arrays["observations"][at + 1] = stepped.observations[slots]
         if acted.state is not None:
-            self._state = restarted(
-                acted.state, self.layout.initial, self._ended(at - 1) if at else self._resets
-            )
+            self._state = restarted(acted.state, self.layout.initial, self._resets)
+            self._resets = np.logical_or(arrays["terminated"][at], arrays["truncated"][at])
         if self._acting != self._version:
             self._version, self._changed = self._acting, self._row
         if stepped.episodes:
@@ -262,15 +262,9 @@ class _Part:
     def finish(self, actor: int) -> Fragment:
         """Return the fragment."""
         ended = np.logical_or(self.arrays["terminated"], self.arrays["truncated"])
-        np.logical_not(self._resets, out=self.arrays["valid"][0])
         np.logical_not(ended[:-1], out=self.arrays["valid"][1:])
         self._resets = ended[-1]
         return fragment_of(self.arrays, episodes=self.episodes, policy=self.name, actor=actor)
-
-    def _ended(self, at: int) -> Array:
-        """Return which slots [N] ended their episode at a step of the fragment."""
-        ended: Array = np.logical_or(self.arrays["terminated"][at], self.arrays["truncated"][at])
-        return ended
 
     def _note(self, episodes: Sequence[FinishedEpisode]) -> None:
         """Keep the episodes of these slots, numbered as in the fragment, with the version that played."""
