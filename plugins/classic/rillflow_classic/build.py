@@ -38,7 +38,7 @@ from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.policy import Learner
 from rillflow_classic.streams.layout import record_of
 from rillflow_classic.streams.sockets import open_streams as streams_of
-from rillflow_classic.streams.streams import ACTOR, BUFFER, WORKER, Streams, StreamSpec
+from rillflow_classic.streams.streams import Streams, StreamSpec
 from rillflow_classic.system import CallSystem, StreamSystem
 from rillflow_classic.worker_set import WorkerSet
 from rillflow_classic.workers.actor import Actor, routed
@@ -152,7 +152,7 @@ def make_actor(parts: Parts, streams: Streams | None, index: int) -> Actor:
         routes=parts.routes,
         index=index,
         seed=parts.seed,
-        streams=None if streams is None else streams.end(ACTOR, index),
+        streams=None if streams is None else streams.end("actor", index),
         learners=learners,
     )
 
@@ -160,14 +160,14 @@ def make_actor(parts: Parts, streams: Streams | None, index: int) -> Actor:
 def make_policy_worker(parts: Parts, streams: Streams, index: int) -> PolicyWorker:
     """Return policy worker ``index``, which acts for the actors."""
     policies = {name: learner.policy for name, learner in parts.learners().items()}
-    return PolicyWorker(policies, streams.end(WORKER, index))
+    return PolicyWorker(policies, streams.end("worker", index))
 
 
 def make_buffer_worker(parts: Parts, streams: Streams, index: int) -> BufferWorker:
     """Return buffer worker ``index``, which computes fragments anew."""
     reanalyse = algorithm_of(parts.algorithm).reanalyse
     assert reanalyse is not None, "the recipe was checked"
-    return BufferWorker(parts.learners(), streams.end(BUFFER, index), reanalyse)
+    return BufferWorker(parts.learners(), streams.end("buffer", index), reanalyse)
 
 
 def make_evaluation_worker(parts: Parts, index: int) -> EvaluationWorker:
@@ -230,7 +230,7 @@ def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem | S
     server = None
     if workers.inference == "trainer":
         policies = {name: each.policy for name, each in learners.items()}
-        server = PolicyWorker(policies, streams.end(WORKER, 0), refreshes=False)
+        server = PolicyWorker(policies, streams.end("worker", 0), refreshes=False)
     is_threaded = workers.place != "inline" or sum(pool.size for pool in pools) > 1
     queue = FragmentQueue(
         streams.spec.lanes * streams.spec.depth,

@@ -89,6 +89,11 @@ def row(columns: Arrays, at: int | Array) -> dict[str, Array]:
     return {name: column[at] for name, column in columns.items()}
 
 
+def empty(record: Record) -> dict[str, Array]:
+    """Return the fields of one new record."""
+    return row(columns_of(np.empty(1, record)), 0)
+
+
 def columns_of(table: Array) -> dict[str, Array]:
     """View the columns of records [rows] by name."""
     return {name: table[name] for name in table.dtype.names or ()}

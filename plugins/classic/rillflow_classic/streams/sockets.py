@@ -3,7 +3,7 @@
     worker ── DEALER ── rows of samples ─────────────────> ROUTER hub ── weights, control, free slots ──> all
     actor ─── DEALER ── rows of requests, answers ── ROUTER policy worker          (its address: from the hub)
 
-A message is a token, a head in JSON that names tables and rows, and one frame for each row, as it is in
+A message is a token with a head in JSON that names tables and rows, and one frame for each row, as it is in
 memory. A row has one writer at a time, so a reader's copy is what the writer has, a little later. A message
 with another token, or a row of another size, is dropped; nothing is pickled. The hub sends weights and
 control to a worker that has confirmed the last ones, so that a slow worker skips versions.
@@ -24,7 +24,7 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,16 +32,7 @@ import numpy as np
 import zmq
 
 from rillflow_classic.streams.dock import Dock
-from rillflow_classic.streams.streams import (
-    ACTOR,
-    BUFFER,
-    TRAINER,
-    WEIGHTS_MARK,
-    WORKER,
-    WRITTEN,
-    Streams,
-    StreamSpec,
-)
+from rillflow_classic.streams.streams import WEIGHTS_MARK, WRITTEN, EndKind, Streams, StreamSpec
 
 Rows = Sequence[tuple[str, int]]
 """Tables and their rows, in the order in which they are written."""
@@ -93,7 +84,7 @@ class SocketHub(Streams):
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in ("spec", "address", "token")}
 
-    def end(self, kind: str, index: int) -> Streams:
+    def end(self, kind: EndKind, index: int) -> Streams:
         """Return the end of a worker, in its process."""
         return SocketEnd(self.spec, self.address, self.token, kind, index)
 
@@ -105,7 +96,7 @@ class SocketHub(Streams):
         self._context.destroy(linger=0)
         super().close()
 
-    def _tell(self, to: str, tables: Sequence[str], rows: Collection[int]) -> bool:
+    def _tell(self, to: str, tables: Sequence[str], rows: Iterable[int]) -> bool:
         self._due.append((to, [(table, row) for row in rows for table in tables]))
         self._dock.ring("hub")
         return True
@@ -134,8 +125,8 @@ class SocketHub(Streams):
             return
         self._peers[name].waits_for_answer &= "has_control" not in said
         if write_rows(self._dock, said["rows"], frames) and said["rows"]:
-            if to == TRAINER:
-                self._dock.ring(TRAINER)
+            if to == "trainer":
+                self._dock.ring("trainer")
             else:
                 self._due.append((to, said["rows"]))
 
@@ -143,9 +134,9 @@ class SocketHub(Streams):
         """Return what a new worker must know: an actor, which slots are free; a buffer, its fragments."""
         state, slots = self._dock.columns["marks"]["state"], np.arange(self._is_taken.size)
         lanes, (kind, _, index) = slots // self.spec.depth, name.partition("/")
-        if kind == ACTOR:
+        if kind == "actor":
             return [("marks", slot) for slot in slots[lanes // self.spec.ring == int(index)].tolist()]
-        if kind == BUFFER:
+        if kind == "buffer":
             waiting = slots[(lanes % self.spec.buffers == int(index)) & (state == WRITTEN)]
             return [(table, slot) for slot in waiting.tolist() for table in self.spec.sample_tables]
         return []
@@ -157,8 +148,8 @@ class SocketHub(Streams):
     def _send(self, to: str, rows: Rows, frames: Sequence[Any] = (), **said: Any) -> None:
         if to in self._peers:
             frames = frames or [bytes(self._dock.rows[table][at]) for table, at in rows]
-            head = message_head(self.token, {"from": TRAINER, "to": to, "rows": rows, **said})
-            self._socket.send_multipart([self._peers[to].identity, *head, *frames], copy=False)
+            head = message_head(self.token, {"from": "trainer", "to": to, "rows": rows, **said})
+            self._socket.send_multipart([self._peers[to].identity, head, *frames], copy=False)
 
     def _inform(self, name: str) -> None:
         """Send a worker the newest weights, then control, unless it has them."""
@@ -167,12 +158,15 @@ class SocketHub(Streams):
             return
         control = bytes(self._dock.rows["control"][0])  # first, so that the weights are not older
         rows, frames = list[tuple[str, int]](), list[Any]()
-        for policy in () if self.spec.workers and name.startswith(ACTOR) else self.spec.weights:
+        for policy in () if self.spec.workers and name.startswith("actor") else self.spec.weights:
             if (found := self._newest_record(policy, peer.versions.get(policy, -1))) is not None:
                 peer.versions[policy] = found[0]
                 rows += [(f"{policy}/weights", 0), (f"{policy}/written", 0)]
                 frames += [found[1], np.array([(2, 2, (found[0],) * 2)], WEIGHTS_MARK)]
-        known = control, {each: self._peers[each].address for each in self._peers if each.startswith(WORKER)}
+        known = (
+            control,
+            {each: self._peers[each].address for each in self._peers if each.startswith("worker")},
+        )
         if rows or known != peer.known:
             peer.known, peer.waits_for_answer = known, True
             self._send(name, [*rows, ("control", 0)], [*frames, control], addresses=known[1])
@@ -181,41 +175,38 @@ class SocketHub(Streams):
 class SocketEnd(Streams):
     """A worker's end, with memory of its own."""
 
-    def __init__(self, spec: StreamSpec, hub: str, token: bytes, kind: str, index: int) -> None:
+    def __init__(self, spec: StreamSpec, hub: str, token: bytes, kind: EndKind, index: int) -> None:
         super().__init__(spec, Dock(spec.tables, ()), kind, index)
         self._token, self._poller = token, zmq.Poller()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        """Socket to the hub and, from an actor, to every policy worker; by the other end's name."""
+        """To the hub, from an actor to each policy worker, and a policy worker's own for ``requests``."""
         self._addresses: dict[str, str] = {}
         self._asking: dict[str, bytes] = {}
         """Names of the actors at the socket for requests."""
-        self._requests: zmq.Socket[bytes] | None = None
-        self._connect(TRAINER, hub)
+        self._connect("trainer", hub)
         address = ""
-        if kind == WORKER:
+        if kind == "worker":
             own = own_address(hub)
-            self._requests = self._opened(zmq.ROUTER)
-            address = f"tcp://{own}:{self._requests.bind_to_random_port(f'tcp://{own}')}"
-        self._say(TRAINER, [], joins=address)
+            requests = self._sockets["requests"] = self._opened(zmq.ROUTER)
+            address = f"tcp://{own}:{requests.bind_to_random_port(f'tcp://{own}')}"
+        self._say("trainer", [], joins=address)
 
     def wait(self, seconds: float) -> None:
-        """Wait for a message, at most this long."""
-        self._poller.poll(int(max(0.0, seconds) * 1000))
-        self.look()
+        """Wait for a message, at most this long, and take in what has arrived."""
+        for source, _ in self._poller.poll(int(max(0.0, seconds) * 1000)):
+            for frames in received(source) if not source.closed else ():
+                identity = frames.pop(0) if source is self._sockets.get("requests") else None
+                said = self._heard(frames)
+                if identity is not None and said is not None:
+                    self._asking[said["from"]] = identity.bytes
 
     def look(self) -> None:
         """Take in the messages that have arrived."""
-        for name in list(self._sockets):  # the hub's first, which may replace another one
-            for frames in received(self._sockets[name]):
-                self._heard(frames)
-        if self._requests is not None:
-            for identity, *frames in received(self._requests):
-                if said := self._heard(frames):
-                    self._asking[said["from"]] = bytes(identity.buffer)
+        self.wait(0.0)
 
     def close(self) -> None:
         """Close the sockets, and release the memory."""
-        for each in [*self._sockets.values(), *([self._requests] if self._requests else [])]:
+        for each in self._sockets.values():
             each.close()
         super().close()
 
@@ -224,26 +215,26 @@ class SocketEnd(Streams):
         if said is None or not write_rows(self._dock, said["rows"], frames):
             return None
         if "addresses" in said:
-            for name, address in said["addresses"].items() if self._kind == ACTOR else ():
+            for name, address in said["addresses"].items() if self._kind == "actor" else ():
                 if self._addresses.get(name) != address:
                     self._connect(name, address)
             self._addresses = said["addresses"]
-            self._say(TRAINER, [], has_control=True)
+            self._say("trainer", [], has_control=True)
         return said
 
-    def _tell(self, to: str, tables: Sequence[str], rows: Collection[int]) -> bool:
+    def _tell(self, to: str, tables: Sequence[str], rows: Iterable[int]) -> bool:
         return self._say(to, [(table, int(row)) for row in rows for table in tables])
 
     def _say(self, to: str, rows: Rows, **said: Any) -> bool:
         """Send rows to another end, a fragment to a buffer worker by the hub; return whether it is known."""
-        by = self._sockets.get(to if to.startswith(WORKER) else TRAINER)
-        head = message_head(self._token, {"from": self.name, "to": to, "rows": rows, **said})
-        if self._requests is not None and to in self._asking:
-            by, head = self._requests, [self._asking[to], *head]
+        by = self._sockets.get(to if to.startswith("worker") else "trainer")
+        message: list[Any] = [message_head(self._token, {"from": self.name, "to": to, "rows": rows, **said})]
+        if to in self._asking:
+            by, message = self._sockets["requests"], [self._asking[to], *message]
         if by is not None:
-            frames = [self._dock.rows[table][at] for table, at in rows]
+            message += [self._dock.rows[table][at] for table, at in rows]
             with contextlib.suppress(zmq.Again):  # a dead worker's queue is full
-                by.send_multipart([*head, *frames], zmq.NOBLOCK, copy=False)
+                by.send_multipart(message, zmq.NOBLOCK, copy=False)
         return by is not None
 
     def _connect(self, name: str, address: str) -> None:
@@ -267,25 +258,26 @@ def received(source: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
             yield source.recv_multipart(zmq.NOBLOCK, copy=False)
 
 
-def message_head(token: bytes, said: Mapping[str, Any]) -> list[bytes]:
-    """Return the first two frames of a message."""
-    return [token, json.dumps(said).encode()]
+def message_head(token: bytes, said: Mapping[str, Any]) -> bytes:
+    """Return the first frame of a message."""
+    return token + json.dumps(said).encode()
 
 
 def head_of(frames: Sequence[zmq.Frame], token: bytes) -> dict[str, Any] | None:
     """Return the head of a message; None if it has not the token."""
-    if len(frames) < 2 or not secrets.compare_digest(bytes(frames[0].buffer), token):
+    first = frames[0].bytes if frames else b""
+    if not secrets.compare_digest(first[: len(token)], token):
         return None
-    said: dict[str, Any] = json.loads(bytes(frames[1].buffer))
+    said: dict[str, Any] = json.loads(first[len(token) :])
     return said
 
 
 def write_rows(dock: Dock, rows: Rows, frames: Sequence[zmq.Frame]) -> bool:
     """Write the rows of a message into the tables; return False, and write none, if their sizes differ."""
     found = [dock.rows[table][at] for table, at in rows]
-    if [len(frame.buffer) for frame in frames[2:]] != [len(each) for each in found]:
+    if [len(frame.buffer) for frame in frames[1:]] != [len(each) for each in found]:
         return False
-    for each, frame in zip(found, frames[2:], strict=True):
+    for each, frame in zip(found, frames[1:], strict=True):
         each[:] = np.frombuffer(frame.buffer, np.uint8)
     return True
 

@@ -27,10 +27,11 @@ This bounds every stream, and every wait has a deadline.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from itertools import count
+from typing import Literal
 
 import numpy as np
 
@@ -49,13 +50,13 @@ from rillflow_classic.streams.layout import (
 
 RETRY_S = 1.0
 """Seconds without an answer after which a request goes to the next policy worker."""
-TRAINER, ACTOR, WORKER, BUFFER = "trainer", "actor", "worker", "buffer"
-"""Kinds of ends; there are several of each but the trainer."""
+EndKind = Literal["trainer", "actor", "worker", "buffer"]
+"""Kinds of ends; a worker is a policy worker. There are several of each but the trainer."""
 FREE, WRITTEN, READY = 0, 1, 2
 """States of a slot; without buffer workers, the trainer takes what is written."""
 _COPIES = 2
 """Copies of the weights: one is whole while the other one is written."""
-_EPISODE = np.dtype([("reward", "f8"), ("length", "i8"), ("slot", "i8"), ("version", "i8")])
+_EPISODE = np.dtype([("total_reward", "f8"), ("length", "i8"), ("slot", "i8"), ("version", "i8")])
 _MARK = np.dtype([("state", "i8"), ("number", "i8"), ("round", "i8")])
 _CONTROL = np.dtype([("is_stopped", "i8"), ("round", "i8")])
 WEIGHTS_MARK = np.dtype([("begun", "i8"), ("whole", "i8"), ("versions", "i8", (_COPIES,))])
@@ -92,8 +93,8 @@ class StreamSpec:
     @property
     def bells(self) -> list[str]:
         """Names of all ends, and of the thread that sends for the trainer over TCP."""
-        numbers = {ACTOR: self.actors, WORKER: self.workers, BUFFER: self.buffers}
-        return [TRAINER, "hub"] + [f"{kind}/{index}" for kind in numbers for index in range(numbers[kind])]
+        numbers = {"actor": self.actors, "worker": self.workers, "buffer": self.buffers}
+        return ["trainer", "hub"] + [f"{kind}/{index}" for kind in numbers for index in range(numbers[kind])]
 
     @property
     def tables(self) -> dict[str, tuple[Record, int]]:
@@ -134,11 +135,6 @@ class Received:
     release: Callable[[], None]
     """Passes the memory on: back to the actor, or from a buffer worker to the trainer."""
 
-    @property
-    def version(self) -> int:
-        """Oldest version of the weights that acted."""
-        return min(int(each.versions.min()) for each in self.fragments.values())
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ActingRequests:
@@ -160,7 +156,7 @@ class Streams:
     Args:
         spec: the sizes.
         dock: the memory.
-        kind: ``trainer``, ``actor``, ``worker`` (a policy worker) or ``buffer``.
+        kind: its kind.
         index: index of the worker.
 
     Example:
@@ -168,9 +164,9 @@ class Streams:
         actor = Actor(ring, policies, 128, streams=streams.end("actor", 0))    # in any process
     """
 
-    def __init__(self, spec: StreamSpec, dock: Dock, kind: str = TRAINER, index: int = 0) -> None:
+    def __init__(self, spec: StreamSpec, dock: Dock, kind: EndKind = "trainer", index: int = 0) -> None:
         self.spec, self._dock, self._kind, self._index = spec, dock, kind, index
-        self.name = kind if kind == TRAINER else f"{kind}/{index}"
+        self.name = kind if kind == "trainer" else f"{kind}/{index}"
         """Name of this end, and of its bell."""
         self._first = index * spec.ring
         self._slots: dict[int, int] = {}
@@ -179,7 +175,7 @@ class Streams:
         self._asked_s: dict[tuple[str, int], float] = {}
         self._is_taken = np.zeros(spec.lanes * spec.depth, np.bool_)
 
-    def end(self, kind: str, index: int) -> Streams:
+    def end(self, kind: EndKind, index: int) -> Streams:
         """Return the end of a worker, in its process."""
         return Streams(self.spec, self._dock, kind, index)
 
@@ -216,7 +212,7 @@ class Streams:
         slot = self._slots.pop(lane)
         for policy, fragment in fragments.items():
             table = self._dock.columns[f"{policy}/episodes"]
-            played = [(e.total_reward, e.length, e.slot, e.version) for e in fragment.episodes]
+            played = [astuple(each) for each in fragment.episodes]
             table["count"][slot] = len(played)
             table["played"][slot, : len(played)] = played
         marks = self._dock.columns["marks"]
@@ -224,7 +220,7 @@ class Streams:
         self._next[lane] += 1
         marks["state"][slot] = WRITTEN
         buffer = (self._first + lane) % max(1, self.spec.buffers)
-        self._tell(f"{BUFFER}/{buffer}" if self.spec.buffers else TRAINER, self.spec.sample_tables, [slot])
+        self._tell(f"buffer/{buffer}" if self.spec.buffers else "trainer", self.spec.sample_tables, [slot])
 
     def post(self, policy: str, lane: int, observations: Array, state: Array | None) -> None:
         """Ask for actions for a lane."""
@@ -261,7 +257,7 @@ class Streams:
     def _ask(self, policy: str, lane: int) -> None:
         at = self._first + lane
         worker = self._dock.columns[f"{policy}/asked"]["worker"][at]
-        is_sent = self._tell(f"{WORKER}/{worker}", [f"{policy}/request", f"{policy}/asked"], [at])
+        is_sent = self._tell(f"worker/{worker}", [f"{policy}/request", f"{policy}/asked"], [at])
         self._asked_s[policy, lane] = time.monotonic() if is_sent else -RETRY_S
 
     # A policy worker's end
@@ -290,9 +286,13 @@ class Streams:
         answered = self._dock.columns[f"{policy}/answered"]
         answered["version"][rows] = version
         answered["number"][rows] = requests.numbers
-        actors = requests.lanes // self.spec.ring
-        for actor in set(actors.tolist()):
-            self._tell(f"{ACTOR}/{actor}", [f"{policy}/answer", f"{policy}/answered"], rows[actors == actor])
+        tables, actors = (
+            [f"{policy}/answer", f"{policy}/answered"],
+            (requests.lanes // self.spec.ring).tolist(),
+        )
+        for actor in set(actors):
+            own = (at for at, owner in zip(rows, actors, strict=True) if owner == actor)
+            self._tell(f"actor/{actor}", tables, own)
 
     # Every worker's end
 
@@ -374,7 +374,7 @@ class Streams:
     def _arrived(self) -> Array:
         self.look()
         state = self._dock.columns["marks"]["state"]
-        if self._kind == BUFFER:
+        if self._kind == "buffer":
             lanes = np.arange(len(state)) // self.spec.depth
             return np.flatnonzero((state == WRITTEN) & (lanes % self.spec.buffers == self._index))
         wanted = READY if self.spec.buffers else WRITTEN
@@ -387,8 +387,7 @@ class Streams:
             table = self._dock.columns[f"{policy}/episodes"]
             played = table["played"][slot, : int(table["count"][slot])].tolist()
             episodes = [
-                FinishedEpisode(total_reward=reward, length=length, slot=place, version=version)
-                for reward, length, place, version in played
+                FinishedEpisode(**dict(zip(_EPISODE.names or (), each, strict=True))) for each in played
             ]
             arrays = row(self._dock.columns[f"{policy}/samples"], slot)
             fragments[policy] = fragment_of(arrays, episodes=episodes, policy=policy, actor=actor)
@@ -402,14 +401,14 @@ class Streams:
             return
         self._is_taken[slot] = False
         state = self._dock.columns["marks"]["state"]
-        if self._kind == BUFFER:
+        if self._kind == "buffer":
             state[slot] = READY
-            self._tell(TRAINER, self.spec.sample_tables, [slot])
+            self._tell("trainer", self.spec.sample_tables, [slot])
         else:
             state[slot] = FREE
-            self._tell(f"{ACTOR}/{slot // self.spec.depth // self.spec.ring}", ["marks"], [slot])
+            self._tell(f"actor/{slot // self.spec.depth // self.spec.ring}", ["marks"], [slot])
 
-    def _tell(self, to: str, tables: Sequence[str], rows: Collection[int]) -> bool:  # noqa: ARG002
+    def _tell(self, to: str, tables: Sequence[str], rows: Iterable[int]) -> bool:  # noqa: ARG002
         """Let another end see rows of some tables, in this order; return whether it can be reached."""
         self._dock.ring(to)
         return True

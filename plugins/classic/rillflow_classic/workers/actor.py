@@ -28,15 +28,7 @@ from rillflow.errors import ConfigError
 from rillflow_classic.environments.vector import Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array, FinishedEpisode, Fragment, joined
 from rillflow_classic.policy import Acted, ActorPolicy, Learner, Weights
-from rillflow_classic.streams.layout import (
-    OUTPUT,
-    ActingLayout,
-    Arrays,
-    columns_of,
-    fragment_of,
-    layout_of,
-    row,
-)
+from rillflow_classic.streams.layout import OUTPUT, ActingLayout, Arrays, empty, fragment_of, layout_of
 from rillflow_classic.streams.streams import Streams
 from rillflow_classic.workers.polling import PollingWorker
 
@@ -214,7 +206,7 @@ class _Part:
 
     def begin(self, arrays: Arrays | None, observations: Array) -> None:
         """Begin a fragment in given arrays, or in new ones, with observations of the environment."""
-        self.arrays = row(columns_of(np.empty(1, self._record)), 0) if arrays is None else arrays
+        self.arrays = empty(self._record) if arrays is None else arrays
         self.at = 0
         self.episodes: list[FinishedEpisode] = []
         self.arrays["observations"][0] = observations[self.slots]

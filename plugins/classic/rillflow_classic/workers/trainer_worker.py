@@ -77,7 +77,8 @@ class FragmentQueue:
         """Add a fragment; if half of the stream and two batches wait, drop the oldest one."""
         if len(self) == self._capacity:
             self._drop(self._waiting[-1:])
-        added = _Waiting(version=received.version, fragments=received.fragments, release=received.release)
+        version = min(int(each.versions.min()) for each in received.fragments.values())
+        added = _Waiting(version=version, fragments=received.fragments, release=received.release)
         self._waiting.insert(0, added)
 
     def take(self, version: int) -> Rollout | None:

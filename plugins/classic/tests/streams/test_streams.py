@@ -302,11 +302,11 @@ def test_a_message_without_the_token_or_of_other_sizes_is_dropped() -> None:
     frames = [bytes(transport.spec.tables[table][0].itemsize) for table, _ in rows]
     mark = np.array([(1, 1, FREE)], transport.spec.tables["marks"][0]).tobytes()
     said = {"from": "actor/0", "to": "trainer", "rows": rows}
-    good = [*message_head(transport.token, said), *frames[:-1], mark]
+    good = [message_head(transport.token, said), *frames[:-1], mark]
     stranger.send_multipart(good)  # nobody of this name has joined
-    stranger.send_multipart(message_head(transport.token, {**said, "rows": [], "joins": ""}))
-    stranger.send_multipart([bytes(16), *good[1:]])
-    stranger.send_multipart([*good[:2], *good[3:]])
+    stranger.send_multipart([message_head(transport.token, {**said, "rows": [], "joins": ""})])
+    stranger.send_multipart([message_head(bytes(16), said), *good[1:]])
+    stranger.send_multipart([*good[:1], *good[2:]])
     stranger.send_multipart([b"short"])
     time.sleep(0.3)
     assert transport.take(0.1) == []
