@@ -173,6 +173,11 @@ class Streams:
         self._next: dict[int, int] = {}
         self._numbers = count(time.time_ns())  # a replaced actor does not ask under an old number
         self._asked_s: dict[tuple[str, int], float] = {}
+        names = (
+            ("request", "asked", "answer", "answered") if kind in ("actor", "worker") and spec.workers else ()
+        )
+        self._acting = {each: [dock.columns[f"{each}/{name}"] for name in names] for each in spec.layouts}
+        """Columns of each policy's inference stream."""
         self._is_taken = np.zeros(spec.lanes * spec.depth, np.bool_)
 
     def end(self, kind: EndKind, index: int) -> Streams:
@@ -224,8 +229,7 @@ class Streams:
 
     def post(self, policy: str, lane: int, observations: Array, state: Array | None) -> None:
         """Ask for actions for a lane."""
-        at, asked = self._first + lane, self._dock.columns[f"{policy}/asked"]
-        request = self._dock.columns[f"{policy}/request"]
+        at, (request, asked, *_) = self._first + lane, self._acting[policy]
         request["observations"][at] = observations
         if state is not None:
             request["state"][at] = state
@@ -239,8 +243,8 @@ class Streams:
 
         The arrays are overwritten after the lane's next ``post``.
         """
-        at, asked = self._first + lane, self._dock.columns[f"{policy}/asked"]
-        answered, number = self._dock.columns[f"{policy}/answered"], asked["number"][at]
+        at, (_, asked, answer, answered) = self._first + lane, self._acting[policy]
+        number = asked["number"][at]
         found = int(asked["worker"][at]) * self.spec.lanes + at
         if answered["number"][found] != number:
             late = np.flatnonzero(answered["number"][at :: self.spec.lanes] == number)
@@ -251,12 +255,11 @@ class Streams:
                 return None
             asked["worker"][at] = late[0]  # one that was asked before, and answers
             found = int(late[0]) * self.spec.lanes + at
-        answer = row(self._dock.columns[f"{policy}/answer"], found)
-        return acted_of(answer), int(answered["version"][found])
+        return acted_of(row(answer, found)), int(answered["version"][found])
 
     def _ask(self, policy: str, lane: int) -> None:
         at = self._first + lane
-        worker = self._dock.columns[f"{policy}/asked"]["worker"][at]
+        worker = self._acting[policy][1]["worker"][at]
         is_sent = self._tell(f"worker/{worker}", [f"{policy}/request", f"{policy}/asked"], [at])
         self._asked_s[policy, lane] = time.monotonic() if is_sent else -RETRY_S
 
@@ -265,13 +268,13 @@ class Streams:
     def requests(self, policy: str) -> ActingRequests | None:
         """Return all requests that have arrived and are not answered; None without one."""
         self.look()
-        asked, own = self._dock.columns[f"{policy}/asked"], self._index * self.spec.lanes
-        answered = self._dock.columns[f"{policy}/answered"]["number"][own : own + self.spec.lanes]
-        lanes = np.flatnonzero((asked["worker"] == self._index) & (asked["number"] != answered))
+        (request, asked, _, answered), own = self._acting[policy], self._index * self.spec.lanes
+        done = answered["number"][own : own + self.spec.lanes]
+        lanes = np.flatnonzero((asked["worker"] == self._index) & (asked["number"] != done))
         if not len(lanes):
             return None
         numbers = asked["number"][lanes]
-        gathered = row(self._dock.columns[f"{policy}/request"], lanes)
+        gathered = row(request, lanes)
         rows = {name: array.reshape(-1, *array.shape[2:]) for name, array in gathered.items()}
         return ActingRequests(
             observations=rows["observations"], state=rows.get("state"), lanes=lanes, numbers=numbers
@@ -279,11 +282,10 @@ class Streams:
 
     def answer(self, policy: str, requests: ActingRequests, acted: Acted, version: int) -> None:
         """Send the actions to the actors."""
-        arrays, answers = arrays_of_acted(acted), self._dock.columns[f"{policy}/answer"]
+        arrays, (_, _, answers, answered) = arrays_of_acted(acted), self._acting[policy]
         rows = self._index * self.spec.lanes + requests.lanes
         for name, column in answers.items():
             column[rows] = arrays[name].reshape(len(rows), *column.shape[1:])
-        answered = self._dock.columns[f"{policy}/answered"]
         answered["version"][rows] = version
         answered["number"][rows] = requests.numbers
         tables, actors = (
