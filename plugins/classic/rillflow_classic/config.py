@@ -67,7 +67,7 @@ class ActorsConfig(Section):
         0,
         ge=0,
         description="Workers that compute the fragments of a stream anew, with the newest weights, before "
-        "the trainer takes them; for algorithms that say how (PPO, A2C: values).",
+        "the trainer takes them; for algorithms that say how.",
     )
     trainers: int = Field(1, gt=0, description="Ranks of the trainer, data-parallel.")
     executor: Literal["pull", "static"] = Field(
