@@ -47,15 +47,15 @@ from stream_parts import (
     make_actor,
     make_policy_threads,
     make_policy_worker,
-    transport_of,
 )
 
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.processes import ProcessBackend
 from rillflow_classic.networks.config import NetworkConfig
-from rillflow_classic.streams.stream import FragmentSource, StreamSpec
+from rillflow_classic.streams.layout import fragment_of, layout_of
+from rillflow_classic.streams.sockets import open_streams
+from rillflow_classic.streams.streams import Streams, StreamSpec
 from rillflow_classic.worker_set import WorkerSet
-from rillflow_classic.workers.recording import ArraySpec, fragment_of, layout_of
 
 SMALLEST = ["ring --rounds 1 --seconds 0.5 --sizes 1 2 --workloads fast", "streams --rounds 1 --seconds 0.2"]
 NEEDS = ["envpool", "rillflow_classic"]
@@ -65,6 +65,8 @@ WORKLOADS = {
     "slow": StreamWorkload(name="slow", step_s=2e-3, batch_s=1e-3),
     "Pong": StreamWorkload(name="Pong", environment="ALE/Pong-v5", network=NetworkConfig(kind="cnn")),
 }
+FREE = -1
+"""Round in which a lane sends what there is room for."""
 IMAGES = (32, 8, 4, 84, 84)
 
 
@@ -146,16 +148,16 @@ def polled(
 ) -> tuple[float, float]:
     """Return frames per second and the idle share of an actor with a ring."""
     weights = weights_of(workload)
-    transport = transport_of("shared_memory", workload.spec(ring=ring, workers=workers, weights=weights))
+    transport = open_streams("shared_memory", workload.spec(ring=ring, workers=workers, weights=weights))
     try:
         actors = WorkerSet(backend, "actors", partial(make_actor, workload, transport, False, 0))
         policies = WorkerSet(backend, "policies", partial(make_policy_threads, workload, transport, 1))
-        transport.writer().publish("policy", 0, weights)
-        source = transport.source()
+        transport.publish("policy", 0, weights)
+        transport.control(is_stopped=False, round_=FREE)
         for budget_s in (seconds / 2, seconds):  # the first is a warm-up
             calls = [policies.call(0, "poll", budget_s), actors.call(0, "poll", budget_s)]
             while not all(call.is_ready for call in calls):
-                drain(source, 0.01)
+                drain(transport, 0.01)
             report = calls[1].read()
             calls[0].read()
         return report.rows / report.elapsed_s, report.idle_s / report.elapsed_s
@@ -173,7 +175,7 @@ def weights_of(workload: StreamWorkload) -> Any:
     return {name: value.numpy() for name, value in policy.network.state_dict().items()}  # type: ignore[attr-defined]
 
 
-def drain(source: FragmentSource, wait_s: float) -> int:
+def drain(source: Streams, wait_s: float) -> int:
     """Take and release what has come; return its number."""
     received = source.take(wait_s)
     for each in received:
@@ -202,9 +204,9 @@ def request_us(kind: str, seconds: float) -> float:
     """Return microseconds from a request to its answer; over processes if the transport can."""
     workload = StreamWorkload(name="request")
     spec = workload.spec(ring=1, workers=1, weights=WEIGHTS)
-    transport = transport_of(kind, spec)
-    transport.writer().publish("policy", 0, WEIGHTS)
-    client, observations = transport.acting_client("policy", 0), np.zeros((1, 4), np.float32)
+    transport = open_streams(kind, spec)
+    transport.publish("policy", 0, WEIGHTS)
+    client, observations = transport.end("actor", 0), np.zeros((1, 4), np.float32)
     is_inline = kind == "inline"
     backend: Backend | None = None if is_inline else ProcessBackend()
     try:
@@ -216,10 +218,10 @@ def request_us(kind: str, seconds: float) -> float:
             workers.call(0, "poll", 2 * seconds + 10)
         warm_until, count, began = time.perf_counter() + seconds / 4, 0, 0.0
         while True:
-            client.post(0, observations, None)
+            client.post("policy", 0, observations, None)
             if is_inline:
-                worker.answer()
-            while client.take(0) is None:
+                worker.turn()
+            while client.actions("policy", 0) is None:
                 client.wait(1.0)
             now = time.perf_counter()
             count += 1
@@ -228,7 +230,7 @@ def request_us(kind: str, seconds: float) -> float:
             elif count and now - began > seconds:
                 return (now - began) / count * 1e6
     finally:
-        transport.writer().control(is_stopped=True)
+        transport.control(is_stopped=True, round_=FREE)
         if backend is not None:
             backend.close()
         transport.close()
@@ -238,29 +240,29 @@ def megabytes(kind: str, seconds: float) -> float:
     """Return MB/s of fragments from one process, or thread, to this one."""
     steps, slots, *image = IMAGES
     layout = layout_of(SleepyPolicy(0.0), BusyEnvironment(slots, 4, 0.0), slots)
-    layout = replace(layout, observations=ArraySpec(shape=(slots, *image), dtype="uint8"))
+    layout = replace(layout, request=np.dtype([("observations", "u1", (slots, *image))]))
     spec = StreamSpec(actors=1, steps=steps, layouts={"policy": layout})
-    transport = transport_of(kind, spec)
-    source = transport.source()
-    nbytes = sum(each.nbytes for each in layout.of_fragment(steps).values())
+    transport = open_streams(kind, spec)
+    transport.control(is_stopped=False, round_=FREE)
+    nbytes = layout.fragment(steps).itemsize
     backend: Backend | None = None if kind == "inline" else ProcessBackend()
     try:
         if backend is None:
-            sender = Sender(transport.sink(0))
+            sender = Sender(transport.end("actor", 0))
             began, count = time.perf_counter(), 0
             while (passed := time.perf_counter() - began) < seconds:
                 sender.send_one()
-                count += drain(source, 0.0)
+                count += drain(transport, 0.0)
             return nbytes * count / passed / 1e6
         backend.open([Pool(name="senders", size=1)])
         senders = WorkerSet(backend, "senders", partial(make_sender, transport))
         call = senders.call(0, "send", 1.5 * seconds)
-        drain(source, 10.0)
+        drain(transport, 10.0)
         began, count = time.perf_counter(), 0
         while (passed := time.perf_counter() - began) < seconds:
-            count += drain(source, 0.1)
+            count += drain(transport, 0.1)
         while not call.is_ready:
-            drain(source, 0.01)
+            drain(transport, 0.01)
         return nbytes * count / passed / 1e6
     finally:
         if backend is not None:
@@ -281,7 +283,7 @@ class Sender:
             return False
         for array in reserved["policy"].values():
             array[...] = 1
-        self._sink.put(0, {"policy": fragment_of(reserved["policy"])})
+        self._sink.put(0, {"policy": fragment_of(reserved["policy"])}, FREE)
         return True
 
     def send(self, seconds: float) -> None:
@@ -294,7 +296,7 @@ class Sender:
 
 def make_sender(transport: Any, index: int) -> Sender:
     """Return a sender in a worker's process."""
-    return Sender(transport.sink(index))
+    return Sender(transport.end("actor", index))
 
 
 def machine() -> str:

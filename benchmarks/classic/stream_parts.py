@@ -25,12 +25,10 @@ from rillflow_classic.networks.acting import NetworkPolicy
 from rillflow_classic.networks.build import build_network
 from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.policy import Acted, ActorPolicy, Weights
-from rillflow_classic.streams.memory import MemoryTransport
-from rillflow_classic.streams.sockets import SocketTransport
-from rillflow_classic.streams.stream import StreamSpec, Transport
+from rillflow_classic.streams.layout import layout_of, record_of
+from rillflow_classic.streams.streams import Streams, StreamSpec
 from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.policy_worker import PolicyWorker
-from rillflow_classic.workers.recording import layout_of, spec_of
 
 TRANSPORTS = ("inline", "shared_memory", "tcp")
 
@@ -135,44 +133,33 @@ class StreamWorkload:
             ring=ring,
             steps=self.steps,
             layouts={"policy": layout},
-            weights={"policy": {name: spec_of(value) for name, value in weights.items()}},
+            weights={"policy": record_of(weights)},
             workers=workers,
         )
 
 
-def transport_of(kind: str, spec: StreamSpec) -> Transport:
-    """Open the streams."""
-    return (
-        SocketTransport(spec) if kind == "tcp" else MemoryTransport(spec, is_shared=kind == "shared_memory")
-    )
-
-
 def make_actor(
-    workload: StreamWorkload, transport: Transport, has_policy: bool, core: int, index: int
+    workload: StreamWorkload, transport: Streams, has_policy: bool, core: int, index: int
 ) -> Actor:
     """Return an actor on its streams."""
     on_core(core)
     ring = [workload.make_environment() for _ in range(transport.spec.ring)]
-    client = None if has_policy else transport.acting_client("policy", index)
     return Actor(
         ring,
-        {"policy": workload.make_policy(ring[0])} if client is None else {},
+        {"policy": workload.make_policy(ring[0])} if has_policy else {},
         workload.steps,
         index=index,
-        clients=None if client is None else {"policy": client},
-        sink=transport.sink(index),
-        parameters=transport.reader(),
+        streams=transport.end("actor", index),
     )
 
 
-def make_policy_worker(workload: StreamWorkload, transport: Transport, core: int, index: int) -> PolicyWorker:
+def make_policy_worker(workload: StreamWorkload, transport: Streams, core: int, index: int) -> PolicyWorker:
     """Return a policy worker on its streams."""
     on_core(core)
     environment = workload.make_environment()
     policy = workload.make_policy(environment)
     environment.close()
-    server = transport.acting_server("policy", index)
-    return PolicyWorker({"policy": policy}, {"policy": server}, transport.reader())
+    return PolicyWorker({"policy": policy}, transport.end("worker", index))
 
 
 class PolicyThreads:
@@ -187,9 +174,7 @@ class PolicyThreads:
             list(threads.map(lambda worker: worker.poll(budget_s), self._workers))
 
 
-def make_policy_threads(
-    workload: StreamWorkload, transport: Transport, core: int, index: int
-) -> PolicyThreads:
+def make_policy_threads(workload: StreamWorkload, transport: Streams, core: int, index: int) -> PolicyThreads:
     """Return all policy workers of the streams, in one process."""
     del index
     count = transport.spec.workers

@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from measured_at import below_title, line
 from ring import machine, whole
-from stream_parts import StreamWorkload, make_actor, make_policy_worker, on_core, transport_of
+from stream_parts import StreamWorkload, make_actor, make_policy_worker, on_core
 
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.inline import InlineBackend
@@ -42,6 +42,7 @@ from rillflow.workers.processes import ProcessBackend
 from rillflow_classic.algorithm import LearnerInputs
 from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.on_policy import OnPolicyConfig, OnPolicyLearner
+from rillflow_classic.streams.sockets import open_streams
 from rillflow_classic.system import CallSystem, StreamSystem
 from rillflow_classic.worker_set import WorkerSet
 from rillflow_classic.workers.actor import Actor
@@ -156,7 +157,7 @@ def streamed(
     """Return an actor process, and a policy worker process if the style has one."""
     weights = learner.weights()
     spec = workload.spec(ring=RING, workers=int(style != "actor"), weights=weights)
-    transport = transport_of("shared_memory", spec)
+    transport = open_streams("shared_memory", spec)
     backend: Backend = ProcessBackend()
     stack.callback(transport.close)
     pools = [Pool(name="actors", size=1)]
@@ -168,12 +169,12 @@ def streamed(
     if style == "policy":
         policies = WorkerSet(backend, "policies", partial(make_policy_worker, workload, transport, -1))
     if style == "trainer":
-        server = PolicyWorker({"policy": learner.policy}, {"policy": transport.acting_server("policy", 0)})
+        server = PolicyWorker({"policy": learner.policy}, transport.end("worker", 0), refreshes=False)
     system = StreamSystem(
         transport,
         actors,
         {"policy": learner},
-        policy_workers=policies,
+        others=[policies] if policies is not None else [],
         server=server,
         prefetch=prefetch,
     )

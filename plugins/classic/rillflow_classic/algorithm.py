@@ -15,7 +15,7 @@ import gymnasium
 from rillflow.config.schema import Section
 from rillflow.records.metrics import Metrics
 from rillflow_classic.checkpointed import CheckpointedObjects
-from rillflow_classic.fragment import Fragment
+from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.policy import Learner
 from rillflow_classic.worker_set import WorkerSet
 
@@ -102,6 +102,9 @@ class ClassicAlgorithm:
     """Whether the learner sums its gradients over trainer ranks (``data_parallel.RankLearner``)."""
     pools: Callable[[Any], Mapping[str, int]] | None = None
     """``pools(settings)``: number of further workers that the plan starts, by pool; None: none."""
+    reanalyse: Callable[[Any, Fragment], Mapping[str, Array]] | None = None
+    """``reanalyse(learner, fragment)``: outputs that replace the actor's, with newer weights, for
+    ``workers.buffer_workers``; None: there is nothing to compute anew."""
     calls_actors: bool = False
     """Whether the plan calls the actors itself, beside ``System.rollouts``; it then needs a CallSystem."""
 

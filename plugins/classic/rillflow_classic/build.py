@@ -22,9 +22,11 @@ from rillflow.config.schema import Section
 from rillflow.runs.json_lines import JSON
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.inline import InlineBackend
+from rillflow.workers.processes import ProcessBackend
+from rillflow.workers.start import ray_backend
 from rillflow_classic.algorithm import LearnerInputs
 from rillflow_classic.algorithms.registry import algorithm_of
-from rillflow_classic.config import ActorsConfig
+from rillflow_classic.config import ActorsConfig, EpisodesConfig
 from rillflow_classic.data_parallel import DataParallelLearner, RankLearner
 from rillflow_classic.environments.catalog import located
 from rillflow_classic.environments.config import EnvironmentSettings
@@ -33,23 +35,27 @@ from rillflow_classic.environments.vector import Space
 from rillflow_classic.executor.system import StaticSystem
 from rillflow_classic.fragment import Array
 from rillflow_classic.networks.config import NetworkConfig
-from rillflow_classic.policy import ActorPolicy, Learner
-from rillflow_classic.streams.memory import MemoryTransport
-from rillflow_classic.streams.sockets import SocketTransport
-from rillflow_classic.streams.stream import StreamSpec, Transport
+from rillflow_classic.policy import Learner
+from rillflow_classic.streams.layout import record_of
+from rillflow_classic.streams.sockets import open_streams as streams_of
+from rillflow_classic.streams.streams import Streams, StreamSpec
 from rillflow_classic.system import CallSystem, StreamSystem
 from rillflow_classic.worker_set import WorkerSet
 from rillflow_classic.workers.actor import Actor, routed
+from rillflow_classic.workers.buffer_worker import BufferWorker
+from rillflow_classic.workers.evaluation_worker import EvaluationWorker
 from rillflow_classic.workers.policy_worker import PolicyWorker
-from rillflow_classic.workers.recording import spec_of
+from rillflow_classic.workers.trainer_worker import FragmentQueue
 
 if TYPE_CHECKING:
     from rillflow_classic.algorithm import System
     from rillflow_classic.recipe import LoadedClassicRecipe
     from rillflow_classic.workers.population import PopulationSystem
 
-ACTORS, POLICIES, TRAINERS = "actors", "policies", "trainers"
-"""Pools of the actors, the policy workers and the trainer's ranks."""
+ACTORS, POLICIES, BUFFERS, EVALUATORS = "actors", "policies", "buffers", "evaluators"
+"""Pools of the actors, the policy workers, the buffer workers and the evaluation worker."""
+TRAINERS = "trainers"
+"""Pool of the trainer's ranks."""
 POLL_S = 5.0
 """Seconds of a call in which a worker polls its streams."""
 
@@ -68,6 +74,8 @@ class Parts:
     """Settings of the algorithm."""
     workers: ActorsConfig
     """Settings of the workers."""
+    evaluate: EpisodesConfig
+    """Settings of evaluations."""
     policies: tuple[str, ...]
     """Names of the policies."""
     routes: dict[str, str] | None
@@ -102,6 +110,7 @@ class Parts:
             algorithm=loaded.algorithm.name,
             settings=loaded.settings,
             workers=recipe.workers,
+            evaluate=recipe.evaluate,
             policies=tuple(recipe.policies) or ("policy",),
             routes=recipe.routes,
             seed=recipe.run.seed,
@@ -130,17 +139,12 @@ class Parts:
             for place, name in enumerate(self.policies)
         }
 
-    def acting(self) -> dict[str, ActorPolicy]:
-        """Return policies that act with weights of their own, by name."""
-        return {name: learner.policy for name, learner in self.learners().items()}
 
-
-def make_actor(parts: Parts, transport: Transport | None, index: int) -> Actor:
-    """Return actor ``index`` with its environments, its policies and its ends of the streams."""
+def make_actor(parts: Parts, streams: Streams | None, index: int) -> Actor:
+    """Return actor ``index`` with its environments, its policies and its end of the streams."""
     workers = parts.workers
     ring = [make_environment(parts.environment, workers.slots, seed=parts.seed) for _ in range(workers.ring)]
-    is_apart = transport is not None and workers.inference != "actor"
-    learners = {} if is_apart else parts.learners()
+    learners = parts.learners() if streams is None or workers.inference == "actor" else {}
     return Actor(
         ring,
         {name: learner.policy for name, learner in learners.items()},
@@ -148,19 +152,28 @@ def make_actor(parts: Parts, transport: Transport | None, index: int) -> Actor:
         routes=parts.routes,
         index=index,
         seed=parts.seed,
-        clients={name: transport.acting_client(name, index) for name in parts.policies}
-        if transport is not None and is_apart
-        else None,
-        sink=None if transport is None else transport.sink(index),
-        parameters=None if transport is None else transport.reader(),
+        streams=None if streams is None else streams.end("actor", index),
         learners=learners,
     )
 
 
-def make_policy_worker(parts: Parts, transport: Transport, index: int) -> PolicyWorker:
+def make_policy_worker(parts: Parts, streams: Streams, index: int) -> PolicyWorker:
     """Return policy worker ``index``, which acts for the actors."""
-    servers = {name: transport.acting_server(name, index) for name in parts.policies}
-    return PolicyWorker(parts.acting(), servers, transport.reader())
+    policies = {name: learner.policy for name, learner in parts.learners().items()}
+    return PolicyWorker(policies, streams.end("worker", index))
+
+
+def make_buffer_worker(parts: Parts, streams: Streams, index: int) -> BufferWorker:
+    """Return buffer worker ``index``, which computes fragments anew."""
+    reanalyse = algorithm_of(parts.algorithm).reanalyse
+    assert reanalyse is not None, "the recipe was checked"
+    return BufferWorker(parts.learners(), streams.end("buffer", index), reanalyse)
+
+
+def make_evaluation_worker(parts: Parts, index: int) -> EvaluationWorker:
+    """Return the evaluation worker."""
+    del index
+    return EvaluationWorker(parts.evaluate.episodes, parts.evaluate.success)
 
 
 def make_trainer(parts: Parts, rank: int) -> RankLearner:
@@ -169,80 +182,94 @@ def make_trainer(parts: Parts, rank: int) -> RankLearner:
     return cast(RankLearner, next(iter(parts.learners().values())))
 
 
+def pools_of(parts: Parts) -> list[Pool]:
+    """Return the pools of all workers."""
+    workers, further = parts.workers, algorithm_of(parts.algorithm).pools
+    sizes = {
+        ACTORS: workers.actors,
+        POLICIES: workers.policy_workers if workers.inference == "policy" else 0,
+        BUFFERS: workers.buffer_workers,
+        EVALUATORS: int(parts.evaluate.from_training),
+        **(further(parts.settings) if further else {}),
+    }
+    pools = [Pool(name=name, size=size, world=1) for name, size in sizes.items() if size]
+    return pools + ([Pool(name=TRAINERS, size=workers.trainers)] if workers.trainers > 1 else [])
+
+
 def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
     """Start the workers, which end with the stack, and return the system of a run."""
-    workers = parts.workers
+    workers, pools = parts.workers, pools_of(parts)
     backend = BACKENDS[workers.place]()
     stack.callback(backend.close)
-    pools = [Pool(name=ACTORS, size=workers.actors, world=1)]
-    if workers.inference == "policy":
-        pools.append(Pool(name=POLICIES, size=workers.policy_workers, world=1))
-    if workers.trainers > 1:
-        pools.append(Pool(name=TRAINERS, size=workers.trainers))
-    further = algorithm_of(parts.algorithm).pools
-    sizes = further(parts.settings) if further else {}
-    backend.open([*pools, *(Pool(name=name, size=size, world=1) for name, size in sizes.items())])
+    backend.open(pools)
     learners = parts.learners()
     if workers.trainers > 1:
         make = partial(make_trainer, parts)
         learners = {
             name: DataParallelLearner(backend, TRAINERS, make, each.policy) for name, each in learners.items()
         }
+    evaluator = None
+    if parts.evaluate.from_training:
+        evaluator = WorkerSet(backend, EVALUATORS, partial(make_evaluation_worker, parts))
     if workers.transport == "calls":
-        called = WorkerSet(backend, ACTORS, partial(make_actor, parts, None))
+        actors = WorkerSet(backend, ACTORS, partial(make_actor, parts, None))
         if workers.executor == "pull":
-            return CallSystem(called, learners)
-        static = StaticSystem(called, learners, workers.threads)
+            return CallSystem(actors, learners, evaluator)
+        static = StaticSystem(actors, learners, workers.threads, evaluator)
         stack.callback(static.close)
         return static
-    spec = _stream_spec(parts, learners)
-    transport: Transport
-    if workers.transport == "tcp":
-        transport = SocketTransport(spec, host=workers.host)
-    else:
-        transport = MemoryTransport(spec, is_shared=workers.place != "inline")
-    stack.callback(transport.close)
-    actors = WorkerSet(backend, ACTORS, partial(make_actor, parts, transport))
-    policy_workers = server = None
-    if workers.inference == "policy":
-        policy_workers = WorkerSet(backend, POLICIES, partial(make_policy_worker, parts, transport))
-    elif workers.inference == "trainer":
-        servers = {name: transport.acting_server(name, 0) for name in parts.policies}
-        server = PolicyWorker({name: each.policy for name, each in learners.items()}, servers)
+    streams = open_streams(parts, learners)
+    stack.callback(streams.close)
+    makers = {ACTORS: make_actor, POLICIES: make_policy_worker, BUFFERS: make_buffer_worker}
+    polled = {
+        name: WorkerSet[Any](backend, name, partial(make, parts, streams))
+        for name, make in makers.items()
+        if name in backend.pools
+    }
+    server = None
+    if workers.inference == "trainer":
+        policies = {name: each.policy for name, each in learners.items()}
+        server = PolicyWorker(policies, streams.end("worker", 0), refreshes=False)
     is_threaded = workers.place != "inline" or sum(pool.size for pool in pools) > 1
-    system = StreamSystem(
-        transport,
-        actors,
-        learners,
-        policy_workers=policy_workers,
-        server=server,
+    queue = FragmentQueue(
+        streams.spec.lanes * streams.spec.depth,
         batch=workers.batch,
+        reuses=workers.reuses,
+        max_lag=workers.max_lag,
+    )
+    system = StreamSystem(
+        streams,
+        polled.pop(ACTORS),
+        learners,
+        others=list(polled.values()),
+        server=server,
+        queue=queue,
+        prefetch=workers.prefetch,
         budget_s=POLL_S if is_threaded else 0.0,
+        evaluator=evaluator,
     )
     stack.callback(system.close)
     return system
 
 
-def _stream_spec(parts: Parts, learners: Mapping[str, Learner]) -> StreamSpec:
-    """Return the sizes of all streams; an actor is made to learn them."""
+def open_streams(parts: Parts, learners: Mapping[str, Learner]) -> Streams:
+    """Open the streams of a run; an actor is made to learn the sizes."""
     workers = parts.workers
-    ring = [make_environment(parts.environment, workers.slots, seed=parts.seed)]
-    shown = Actor(ring, parts.acting(), workers.steps, routes=parts.routes)
-    servers = {"policy": workers.policy_workers, "trainer": 1, "actor": 0}
-    try:
-        return StreamSpec(
-            actors=workers.actors,
-            ring=workers.ring,
-            steps=workers.steps,
-            layouts=shown.layouts[0],
-            weights={
-                name: {key: spec_of(value) for key, value in learner.weights().items()}
-                for name, learner in learners.items()
-            },
-            workers=servers[workers.inference],
-        )
-    finally:
-        shown.close()
+    environment = make_environment(parts.environment, workers.slots, seed=parts.seed)
+    policies = {name: learner.policy for name, learner in parts.learners().items()}
+    shown = Actor([environment], policies, workers.steps, routes=parts.routes)
+    shown.close()
+    spec = StreamSpec(
+        actors=workers.actors,
+        ring=workers.ring,
+        steps=workers.steps,
+        layouts=shown.layouts,
+        weights={name: record_of(learner.weights()) for name, learner in learners.items()},
+        workers={"policy": workers.policy_workers, "trainer": 1, "actor": 0}[workers.inference],
+        buffers=workers.buffer_workers,
+        depth=workers.depth,
+    )
+    return streams_of(workers.transport, spec, workers.host)
 
 
 class EnvironmentStatistics:
@@ -290,17 +317,9 @@ def keep_state(
     return system.kept.put("environments", EnvironmentStatistics(system))
 
 
-def _processes() -> Backend:
-    from rillflow.workers.processes import ProcessBackend
-
-    return ProcessBackend()
-
-
-def _ray() -> Backend:
-    from rillflow.workers.start import ray_backend
-
-    return ray_backend()
-
-
-BACKENDS: dict[str, Callable[[], Backend]] = {"inline": InlineBackend, "process": _processes, "ray": _ray}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "inline": InlineBackend,
+    "process": ProcessBackend,
+    "ray": ray_backend,
+}
 """Makes the backend of every ``workers.place``."""

@@ -50,6 +50,28 @@ class ActorsConfig(Section):
     batch: int = Field(
         1, gt=0, description="Fragments of a batch, for plans that take fragments of a stream as they come."
     )
+    reuses: int = Field(
+        1, gt=0, description="Batches that each fragment of a stream may be in, where they come as they come."
+    )
+    max_lag: int | None = Field(
+        None,
+        ge=0,
+        description="Updates after which a waiting fragment of a stream is dropped; left out, none is.",
+    )
+    depth: int = Field(
+        2,
+        gt=0,
+        description="Fragments of one group of environments that are written, or wait, in a stream.",
+    )
+    prefetch: bool = Field(
+        True, description="Whether a thread assembles the next batch of a stream during an update."
+    )
+    buffer_workers: int = Field(
+        0,
+        ge=0,
+        description="Workers that compute the fragments of a stream anew, with the newest weights, before "
+        "the trainer takes them; for algorithms that say how.",
+    )
     trainers: int = Field(1, gt=0, description="Ranks of the trainer, data-parallel.")
     executor: Literal["pull", "static"] = Field(
         "pull",
@@ -68,6 +90,11 @@ class EpisodesConfig(Section):
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
     episodes: int = Field(20, ge=0, description="Episodes of an evaluation; 0 for none.")
     success: float | None = Field(None, description="Smallest return of a successful episode.")
+    from_training: bool = Field(
+        False,
+        description="Whether a worker also judges each version of the weights by its first ``episodes`` "
+        "whole training episodes; episodes in which several versions acted are left out.",
+    )
     video: bool = Field(True, description="Whether to record one episode after the last step.")
 
 

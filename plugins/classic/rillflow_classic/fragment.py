@@ -32,6 +32,8 @@ class FinishedEpisode:
     """Number of steps."""
     slot: int = 0
     """Slot that played it."""
+    version: int = -1
+    """Version of the weights that took all its actions; -1 if several did, or if nobody has counted."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,14 +168,30 @@ def _needs(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Sequence[Need]
         Need(
             recipe.population is not None,
             "population.members",
-            {"workers.transport": ["calls"], "workers.inference": ["actor"]},
-            "each member calls the actors in its own process",
+            {
+                "workers.transport": ["calls"],
+                "workers.inference": ["actor"],
+                "evaluate.from_training": [False],
+            },
+            "each member calls the actors in its own process, and no evaluation worker sees their episodes",
         ),
         Need(
             workers.inference != "actor",
             "workers.inference",
             {"workers.transport": ["shared_memory", "tcp"]},
             "actions that are computed elsewhere arrive through a stream",
+        ),
+        Need(
+            workers.buffer_workers > 0,
+            "workers.buffer_workers",
+            {"workers.transport": ["shared_memory", "tcp"]},
+            "they compute the fragments of a stream anew",
+        ),
+        Need(
+            algorithm.reanalyse is None,
+            name,
+            {"workers.buffer_workers": [0]},
+            "it does not say how fragments are computed anew",
         ),
         Need(
             workers.place == "ray",

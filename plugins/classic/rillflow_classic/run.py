@@ -142,6 +142,9 @@ class ClassicLoop:
         for note in context.notes:
             self._run.progress.note(f"step {step}: {note}")
         context.notes.clear()
+        for judged in self._plan.evaluations():
+            self._directory.log_evaluation(step, judged)
+            self._run.progress.note(f"step {step}: version {judged.more['version']}, {judged.text}")
 
     def _save(self, step: int) -> None:
         states = dict[str, Any]()

@@ -16,6 +16,7 @@ from typing import Any
 
 from rillflow.config.schema import Section
 from rillflow.records.metrics import Metrics
+from rillflow.runs.reader import Evaluation
 from rillflow_classic.algorithms.registry import algorithm_of
 from rillflow_classic.build import Parts, keep_state, open_system
 from rillflow_classic.checkpointed import CheckpointedObjects, State
@@ -70,6 +71,10 @@ class RunningPlan:
     def states(self, names: Sequence[str] = ()) -> dict[str, State]:
         """Return the states of some objects; of all without names."""
         return self.kept.states(names)
+
+    def evaluations(self) -> list[Evaluation]:
+        """Return the results of the evaluation worker since the last call."""
+        return self._system.evaluations()
 
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """See System."""

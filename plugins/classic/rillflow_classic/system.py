@@ -8,48 +8,52 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Max, Metrics, merge_metrics
+from rillflow.runs.reader import Evaluation
 from rillflow.workers.backend import RankLost, Replacement
 from rillflow_classic.checkpointed import CheckpointedObjects
+from rillflow_classic.fragment import Fragment
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext
 from rillflow_classic.operators.iterators import LocalIterator, from_function, from_workers
 from rillflow_classic.operators.steps import Rollout, join
 from rillflow_classic.policy import Learner
-from rillflow_classic.streams.stream import UNLIMITED, Received, Transport
+from rillflow_classic.streams.streams import Received, Streams
 from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet, check_calls
 from rillflow_classic.workers.actor import Actor
-from rillflow_classic.workers.buffer_worker import FragmentQueue
+from rillflow_classic.workers.evaluation_worker import EvaluationWorker
 from rillflow_classic.workers.policy_worker import PolicyWorker
-from rillflow_classic.workers.trainer_worker import TrainerWorker, copied
+from rillflow_classic.workers.polling import WorkReport
+from rillflow_classic.workers.trainer_worker import FragmentQueue, TrainerWorker, assembled
 
 _log = logging.getLogger(__name__)
 TURN_S = 0.05
 """Longest time in which ``rollouts`` looks for a batch before another flow of the plan has its turn."""
 
 
-class CallSystem:
-    """Actors that sample when they are called; the policies act in the actors.
+class ActorSystem(ABC):
+    """Actors, learners, and an evaluation worker if there is one; see ``algorithm.System``.
 
     Args:
         actors: the actors.
         learners: learner of every policy, by name.
-
-    Example:
-        system = CallSystem(actors, {"policy": learner})
-        for fragment in system.rollouts("bulk_sync"):
-            learner.update(fragment)
-            system.publish()
+        evaluator: judges the weights by the episodes of all rollouts.
     """
 
-    def __init__(self, actors: WorkerSet[Actor], learners: Mapping[str, Learner]) -> None:
-        self.actors, self.learners = actors, learners
+    def __init__(
+        self,
+        actors: WorkerSet[Actor],
+        learners: Mapping[str, Learner],
+        evaluator: WorkerSet[EvaluationWorker] | None = None,
+    ) -> None:
+        self.actors, self.learners, self._evaluator = actors, learners, evaluator
         self.kept = CheckpointedObjects()
-        self._loads: list[WorkerCall] = []
+        self._judging: deque[WorkerCall] = deque()
 
     @property
     def learner(self) -> Learner:
@@ -58,26 +62,65 @@ class CallSystem:
 
     def rollouts(self, mode: str, *, num_async: int = 1) -> LocalIterator:
         """See System."""
-        match mode:
-            case "bulk_sync":
-                return from_workers(self.actors, "sample").batch_across_workers().for_each(join)
-            case "async":
-                return from_workers(self.actors, "sample").gather_async(num_async)
-        raise unknown_mode(mode)
+        if mode not in ("bulk_sync", "async"):
+            raise unknown_mode(mode)
+        found = self._rounds() if mode == "bulk_sync" else self._as_they_come(num_async)
+        if self._evaluator is None:
+            return found
+        return found.for_each(Operator(label="evaluate", begin=lambda _: self._evaluate))
+
+    def evaluations(self) -> list[Evaluation]:
+        """Return the results of the evaluation worker since the last call."""
+        found: list[Evaluation] = []
+        while self._evaluator is not None and self._judging and self._judging[0].is_ready:
+            try:
+                found += self._judging.popleft().read(0.0)
+            except RankLost as error:  # and with it the episodes that it had
+                self._judging.clear()
+                self._evaluator.start_again(0, error)
+        return found
 
     def publish(self, learner: Learner | None = None) -> None:
-        """Send a learner's weights to all actors; without one, those of every learner.
-
-        A call of ``sample`` that is submitted afterwards acts with them.
-        """
-        self._loads = check_calls(self._loads)
+        """See System: send a learner's weights; without one, those of every learner."""
         for name, each in self.learners.items():
             if learner is None or learner is each:
-                self._loads += self.actors.call_all("load", each.version, each.weights(), name)
+                self._send(name, each)
 
     def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
         """See System."""
         return self.actors.beside(pool, make)
+
+    @abstractmethod
+    def _rounds(self) -> LocalIterator:
+        """Return one fragment of every lane, joined, again and again."""
+
+    @abstractmethod
+    def _as_they_come(self, num_async: int) -> LocalIterator:
+        """Return fragments as they come."""
+
+    @abstractmethod
+    def _send(self, name: str, learner: Learner) -> None:
+        """Send the weights of a policy."""
+
+    def _evaluate(self, rollout: Rollout) -> Rollout:
+        assert self._evaluator is not None
+        for each in [rollout] if isinstance(rollout, Fragment) else rollout.values():
+            if each.episodes:
+                self._judging.append(self._evaluator.call(0, "add", each.policy, each.episodes))
+        return rollout
+
+
+class CallSystem(ActorSystem):
+    """Actors that sample when they are called; the policies act in the actors.
+
+    Example:
+        system = CallSystem(actors, {"policy": learner})
+        for fragment in system.rollouts("bulk_sync"):
+            learner.update(fragment)
+            system.publish()
+    """
+
+    _loads: Sequence[WorkerCall] = ()
 
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Return the result of a method of every actor, which runs between two fragments.
@@ -93,17 +136,26 @@ class CallSystem:
                 found.append(self.actors.call(call.worker, method, *arguments).read(DEADLINE_S))
         return found
 
-    def _start_again(self, index: int, error: RankLost) -> None:
-        _log.warning("worker %d of %s is lost, and starts again: %s", index, self.actors.pool, error)
-        self.actors.replace(index).read()
-        self.actors.make_again(index).read(DEADLINE_S)
-        for name, learner in self.learners.items():
-            self.actors.call(index, "load", learner.version, learner.weights(), name).read(DEADLINE_S)
-
     def reset(self, seed: int) -> None:
         """Begin new episodes in all actors with random numbers of this seed, with the present weights."""
         self.publish()
         self.ask_actors("reset", seed)
+
+    def _rounds(self) -> LocalIterator:
+        return from_workers(self.actors, "sample").batch_across_workers().for_each(join)
+
+    def _as_they_come(self, num_async: int) -> LocalIterator:
+        return from_workers(self.actors, "sample").gather_async(num_async)
+
+    def _send(self, name: str, learner: Learner) -> None:
+        """Load weights into all actors; a ``sample`` that is submitted afterwards acts with them."""
+        calls = self.actors.call_all("load", learner.version, learner.weights(), name)
+        self._loads = [*check_calls(self._loads), *calls]
+
+    def _start_again(self, index: int, error: RankLost) -> None:
+        self.actors.start_again(index, error)
+        for name, learner in self.learners.items():
+            self.actors.call(index, "load", learner.version, learner.weights(), name).read(DEADLINE_S)
 
 
 class PolledWorkers:
@@ -117,255 +169,202 @@ class PolledWorkers:
     def __init__(self, workers: WorkerSet[Any], budget_s: float) -> None:
         self.workers, self._budget_s = workers, budget_s
         self._calls: dict[int, WorkerCall] = {}
-        self._starts: dict[int, Replacement] = {}
-        self._makes: dict[int, WorkerCall] = {}
+        self._starts: dict[int, Replacement | WorkerCall] = {}
+        """New processes, and then the workers that are made in them."""
+        self._reports: list[Metrics] = []
         self.lost = 0
         """Number of workers that were lost."""
 
     @property
     def alive(self) -> set[int]:
         """Workers that are not being replaced."""
-        return set(range(self.workers.size)) - self._starts.keys() - self._makes.keys()
+        return set(range(self.workers.size)) - self._starts.keys()
 
-    def pump(self) -> Iterator[Any]:
-        """Call every worker that has ended its call, and yield the reports of those calls.
+    def pump(self) -> None:
+        """Call every worker that has ended its call.
 
         Raises:
             RillflowError: a worker's call failed, or a lost worker could not be replaced.
         """
-        self._replace()
+        for index, start in list(self._starts.items()):
+            if start.is_ready:
+                self._read(index, start)
         for index in self.alive:
             call = self._calls.get(index)
-            if call is not None and not call.is_ready:
-                continue
-            try:
-                if call is not None:
-                    yield call.read(0.0)
+            if call is None or (call.is_ready and self._read(index, self._calls.pop(index))):
                 self._calls[index] = self.workers.call(index, "poll", self._budget_s)
-            except RankLost as error:
-                self._calls.pop(index, None)
-                self._lose(index, error)
 
-    def settle(self) -> Iterator[Any]:
-        """Wait until no call is in flight, and yield the reports; the trainer has stopped all workers."""
-        calls, self._calls = self._calls, {}
-        for index, call in calls.items():
-            try:
-                yield call.read(DEADLINE_S)
-            except RankLost as error:
-                self._lose(index, error)
+    def settle(self) -> None:
+        """Wait until no call is in flight; the trainer has stopped all workers."""
+        while self._calls:
+            self._read(*self._calls.popitem())
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Return the results of a method of every worker that is not lost."""
-        calls, found = [self.workers.call(index, method, *arguments) for index in sorted(self.alive)], []
-        for call in calls:
-            try:
-                found.append(call.read(DEADLINE_S))
-            except RankLost as error:
-                self._lose(call.worker, error)
+        calls = [self.workers.call(index, method, *arguments) for index in sorted(self.alive)]
+        return [found[0] for call in calls if (found := self._read(call.worker, call))]
+
+    def take_reports(self) -> list[Metrics]:
+        """Return the metrics of the calls that have ended since the last time."""
+        found, self._reports = self._reports, []
         return found
 
-    def _lose(self, index: int, error: RankLost) -> None:
-        _log.warning("worker %d of %s is lost, and starts again: %s", index, self.workers.pool, error)
-        self.lost += 1
-        self._starts[index] = self.workers.replace(index)
-
-    def _replace(self) -> None:
-        for index, start in list(self._starts.items()):
-            if start.is_ready:
-                start.read()
-                del self._starts[index]
-                self._makes[index] = self.workers.make_again(index)
-        for index, made in list(self._makes.items()):
-            if made.is_ready:
-                del self._makes[index]
-                try:
-                    made.read()
-                except RankLost as error:
-                    self._lose(index, error)
+    def _read(self, index: int, call: WorkerCall | Replacement) -> list[Any]:
+        """Return the result of a call, or nothing if the worker was lost, which then starts again."""
+        self._starts.pop(index, None)
+        try:
+            found = call.read(DEADLINE_S)
+        except RankLost as error:
+            _log.warning("worker %d of %s is lost, and starts again: %s", index, self.workers.pool, error)
+            self.lost += 1
+            self._starts[index] = self.workers.replace(index)
+            return []
+        if isinstance(call, Replacement):
+            self._starts[index] = self.workers.make_again(index)
+        elif isinstance(found, WorkReport):
+            self._reports.append(found.metrics)
+        return [found]
 
 
-class StreamSystem:
-    """Actors and policy workers that poll in the background; fragments come by a sample stream.
+class StreamSystem(ActorSystem):
+    """Actors and other workers that poll in the background; fragments come by a sample stream.
 
-    Where the policies act is decided by what is given: in the actors (no ``policy_workers`` and no
-    ``server``), in policy workers, or beside the learners in this process (``server``).
+    Where the policies act is decided by what is given: in the actors (no policy workers and no ``server``),
+    in policy workers, or beside the learners in this process (``server``).
 
     Args:
-        transport: the streams.
-        actors: the actors, with their ends of the streams.
+        streams: the trainer's end of the streams.
+        actors: the actors, with their ends.
         learners: learner of every policy, by name.
-        policy_workers: workers that act for the actors.
+        others: policy workers that act for the actors, and buffer workers.
         server: acts with the learners' own policies while this process waits for fragments.
-        fragments: queue of fragments; one for a batch of ``batch`` by default.
-        batch: fragments of a batch in mode ``async``.
+        queue: fragments that wait, in mode ``async``; one for single fragments by default.
         prefetch: whether a thread assembles the next batch.
         budget_s: see PolledWorkers.
+        evaluator: see ActorSystem.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        streams: Streams,
         actors: WorkerSet[Actor],
         learners: Mapping[str, Learner],
         *,
-        policy_workers: WorkerSet[PolicyWorker] | None = None,
+        others: Sequence[WorkerSet[Any]] = (),
         server: PolicyWorker | None = None,
-        fragments: FragmentQueue | None = None,
-        batch: int = 1,
+        queue: FragmentQueue | None = None,
         prefetch: bool = True,
         budget_s: float = 5.0,
+        evaluator: WorkerSet[EvaluationWorker] | None = None,
     ) -> None:
-        self.transport, self.learners = transport, learners
-        self.kept = CheckpointedObjects()
-        self._server = server
-        self._actors = PolledWorkers(actors, budget_s)
-        self._polled = [self._actors]
-        self._polled += [PolledWorkers(policy_workers, budget_s)] if policy_workers is not None else []
-        self._queue = fragments or FragmentQueue(max(2 * batch, transport.spec.lanes))
-        self._batch, self._prefetch = batch, prefetch
-        self._writer = transport.writer()
-        self._source = transport.source()
+        super().__init__(actors, learners, evaluator)
+        self.streams, self._server, self._prefetch = streams, server, prefetch
+        self._polled = [PolledWorkers(each, budget_s) for each in (actors, *others)]
+        self._queue = queue or FragmentQueue(streams.spec.lanes * streams.spec.depth)
         self._trainer: TrainerWorker | None = None
-        self._round: defaultdict[tuple[int, int], deque[Received]] = defaultdict(deque)
-        self._limit, self._has_begun = 0, False
-        self._metrics: list[Metrics] = []
+        self._arrived: dict[tuple[int, int], Received] = {}
+        self._count = self._round = 0
+        self._begin(0)
         self.publish()
-
-    @property
-    def learner(self) -> Learner:
-        """The learner, if there is one policy."""
-        return only_learner(self.learners)
-
-    def rollouts(self, mode: str, *, num_async: int = 1) -> LocalIterator:  # noqa: ARG002
-        """See System. The transport's ``depth`` bounds what is under way, and not ``num_async``."""
-        match mode:
-            case "bulk_sync":
-                source = from_function(self._next_round, "sample stream, in rounds")
-            case "async":
-                source = from_function(self._next_batch, "sample stream")
-            case _:
-                raise unknown_mode(mode)
-        return source.for_each(Operator(label="record", begin=self._recorder))
-
-    def publish(self, learner: Learner | None = None) -> None:
-        """See System; a server beside the learners needs nothing."""
-        for name, each in self.learners.items() if self._server is None else ():
-            if learner is None or learner is each:
-                self._writer.publish(name, each.version, each.weights())
-
-    def start_workers(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
-        """See System."""
-        return self._actors.workers.beside(pool, make)
 
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Stop all workers, return the result of a method of every actor, and let the workers go on."""
         self._stop()
-        found = self._actors.call_all(method, *arguments)
-        self._writer.control(is_stopped=False, limit=self._limit)
+        found = self._polled[0].call_all(method, *arguments)
+        self._begin(self._round)
         return found
 
     def reset(self, seed: int) -> None:
         """Stop all workers, drop what is under way, and begin new episodes with this seed."""
-        self._stop()
-        self._end_trainer()
-        for received in self._source.take(0.0):
-            received.release()
-        for lane in self._round.values():
-            while lane:
-                lane.popleft().release()
-        self._queue.clear("the actors begin anew")
-        self._has_begun = False
-        self._actors.call_all("reset", seed)
-        for polled in self._polled[1:]:
-            polled.call_all("seed", seed)
+        self.close()
+        self._queue.clear()
+        while self._arrived:
+            self._arrived.popitem()[1].release()
+        for polled in self._polled:
+            polled.call_all("reset", seed)
         if self._server is not None:
-            self._server.seed(seed)
+            self._server.reset(seed)
         self.publish()
-        self._writer.control(is_stopped=False, limit=self._limit)
+        self._begin(0)
 
     def close(self) -> None:
         """Stop all workers and the thread; the backend ends the processes."""
         self._stop()
-        self._end_trainer()
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+
+    def _rounds(self) -> LocalIterator:
+        found = from_function(self._next_round, "sample stream, in rounds")
+        return found.for_each(Operator(label="record", begin=self._recorder))
+
+    def _as_they_come(self, num_async: int) -> LocalIterator:  # noqa: ARG002
+        """See ActorSystem; the streams' ``depth`` bounds what is under way, and not ``num_async``."""
+        found = from_function(self._next_batch, "sample stream")
+        return found.for_each(Operator(label="record", begin=self._recorder))
+
+    def _send(self, name: str, learner: Learner) -> None:
+        if self._server is None:  # otherwise the learner's own policy acts
+            self.streams.publish(name, learner.version, learner.weights())
+
+    def _begin(self, round_: int) -> None:
+        """Let all workers go on, in a round."""
+        self._round = round_
+        self.streams.control(is_stopped=False, round_=round_)
 
     def _stop(self) -> None:
         """Let all workers end their present calls."""
-        self._writer.control(is_stopped=True, limit=self._limit)
+        self.streams.control(is_stopped=True, round_=self._round)
         for polled in self._polled:
-            self._read(polled.settle())
+            polled.settle()
 
     def _next_batch(self) -> Rollout | NotReady:
         if self._trainer is None:
-            self._allow(UNLIMITED)
-            self._trainer = TrainerWorker(
-                self.learners,
-                self._source,
-                self._queue,
-                batch=self._batch,
-                prefetch=self._prefetch,
-                room=self.transport.spec.lanes * self.transport.spec.depth,
-            )
-        trainer = self._trainer
-        found = self._look(lambda wait_s: trainer.next(wait_s))
-        return NotReady(polls=True) if found is None else found
+            self._count += 1
+            self._begin(-self._count)
+            self._trainer = TrainerWorker(self.learners, self.streams, self._queue, prefetch=self._prefetch)
+        return self._look(self._trainer.next)
 
     def _next_round(self) -> Rollout | NotReady:
-        if not self._has_begun:
-            self._allow(self._limit + 1)
-            self._has_begun = True
-        found = self._look(self._whole_round)
-        return NotReady(polls=True) if found is None else found
+        if self._round == 0:
+            self._count += 1
+            self._begin(self._count)
+        return self._look(self._whole_round)
 
     def _whole_round(self, wait_s: float) -> Rollout | None:
-        """Return the next fragment of every lane side by side, once all are there."""
-        for each in self._source.take(wait_s):
-            self._round[each.actor, each.lane].append(each)
-        alive, ring = sorted(self._actors.alive), self.transport.spec.ring
-        if not alive:
+        """Return the fragment of every lane side by side, once all are there."""
+        for each in self.streams.take(wait_s):
+            if (doubled := self._arrived.pop((each.actor, each.lane), None)) is not None:
+                doubled.release()  # of an actor that was lost after it had sent it
+            self._arrived[each.actor, each.lane] = each
+        alive, ring = self._polled[0].alive, range(self.streams.spec.ring)
+        if not alive or not {(actor, lane) for actor in alive for lane in ring} <= self._arrived.keys():
             return None
-        if not all(self._round[actor, lane] for actor in alive for lane in range(ring)):
-            return None
-        items = [self._round[each].popleft() for each in sorted(self._round) if self._round[each]]
-        self._has_begun = False
-        views = items if len(items) > 1 else [copied(items[0])]
-        several = len(items[0].fragments) > 1
-        joined = join([each.fragments if several else next(iter(each.fragments.values())) for each in views])
+        items, self._arrived, self._round = [self._arrived[key] for key in sorted(self._arrived)], {}, 0
+        rollout = assembled([each.fragments for each in items])
         for each in items:
             each.release()
-        return joined
+        return rollout
 
-    def _look(self, take: Callable[[float], Rollout | None]) -> Rollout | None:
+    def _look(self, take: Callable[[float], Rollout | None]) -> Rollout | NotReady:
         """Let workers go on, and act for actors, until there is a batch or the turn is over."""
-        until = time.monotonic() + TURN_S
+        until, server = time.monotonic() + TURN_S, self._server
         while True:
             for polled in self._polled:
-                self._read(polled.pump())
-            is_busy = self._server is not None and self._server.answer() > 0
-            found = take(0.0 if self._server is not None else TURN_S / 4)
-            if found is not None or time.monotonic() > until:
+                polled.pump()
+            is_busy = server is not None and server.turn()
+            found = take(0.0 if server is not None else TURN_S / 4)
+            if found is not None:
                 return found
-            if self._server is not None and not is_busy:
-                self._server.wait(TURN_S / 50)
-
-    def _allow(self, limit: int) -> None:
-        self._limit = limit
-        self._writer.control(is_stopped=False, limit=limit)
-
-    def _end_trainer(self) -> None:
-        if self._trainer is not None:
-            self._trainer.close()
-            self._metrics.append(self._trainer.metrics())
-            self._trainer = None
-
-    def _read(self, reports: Iterator[Any]) -> None:
-        self._metrics += [each.metrics for each in reports]
+            if time.monotonic() > until:
+                return NotReady(polls=True)
+            if server is not None and not is_busy:
+                server.wait(TURN_S / 50)
 
     def _recorder(self, context: PlanContext) -> Callable[[Rollout], Rollout]:
         def record(rollout: Rollout) -> Rollout:
-            found, self._metrics = self._metrics, []
-            if self._trainer is not None:
-                found.append(self._trainer.metrics())
+            found = [metrics for polled in self._polled for metrics in polled.take_reports()]
+            found += [] if self._trainer is None else [self._trainer.metrics()]
             lost = sum(polled.lost for polled in self._polled)
             context.record({**merge_metrics(found), "actor/lost/max": Max(value=float(lost))})
             return rollout

@@ -8,6 +8,7 @@ calls with RankLost; the others go on.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from rillflow.workers.backend import Backend, Place, RankLost, Replacement, Site
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 DEADLINE_S = 600.0
 """Longest wait for a worker's answer."""
 
@@ -83,6 +85,12 @@ class WorkerSet(Generic[T]):
     def beside(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
         """Return workers of another kind on another pool of the same backend."""
         return WorkerSet(self._backend, pool, make)
+
+    def start_again(self, index: int, error: RankLost) -> None:
+        """Wait for a new process and a new object for a lost worker."""
+        _log.warning("worker %d of %s is lost, and starts again: %s", index, self.pool, error)
+        self.replace(index).read()
+        self.make_again(index).read()
 
     def replace(self, index: int) -> Replacement:
         """Start a new process for a lost worker, without its object: see ``make_again``."""

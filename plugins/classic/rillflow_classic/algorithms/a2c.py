@@ -15,6 +15,7 @@ from pydantic import Field
 from rillflow_classic.algorithm import ClassicAlgorithm
 from rillflow_classic.algorithms.ppo import plan
 from rillflow_classic.on_policy import OnPolicyConfig, OnPolicyLearner
+from rillflow_classic.workers.buffer_worker import fresh_values
 
 
 class A2CConfig(OnPolicyConfig):
@@ -30,5 +31,10 @@ class A2CConfig(OnPolicyConfig):
 
 
 ALGORITHM = ClassicAlgorithm(
-    name="a2c", config=A2CConfig, learner=OnPolicyLearner, plan=plan, sums_gradients=True
+    name="a2c",
+    config=A2CConfig,
+    learner=OnPolicyLearner,
+    plan=plan,
+    sums_gradients=True,
+    reanalyse=fresh_values,
 )

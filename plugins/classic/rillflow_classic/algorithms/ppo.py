@@ -14,6 +14,7 @@ from rillflow.records.metrics import Metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, System
 from rillflow_classic.on_policy import OnPolicyConfig, OnPolicyLearner
 from rillflow_classic.operators.steps import train_one_step
+from rillflow_classic.workers.buffer_worker import fresh_values
 
 
 class ClassicPPOConfig(OnPolicyConfig):
@@ -27,5 +28,10 @@ def plan(system: System, settings: OnPolicyConfig) -> Iterator[Metrics]:
 
 
 ALGORITHM = ClassicAlgorithm(
-    name="ppo", config=ClassicPPOConfig, learner=OnPolicyLearner, plan=plan, sums_gradients=True
+    name="ppo",
+    config=ClassicPPOConfig,
+    learner=OnPolicyLearner,
+    plan=plan,
+    sums_gradients=True,
+    reanalyse=fresh_values,
 )

@@ -24,6 +24,7 @@ from rillflow_classic.policy import Learner
 from rillflow_classic.system import CallSystem
 from rillflow_classic.worker_set import WorkerSet
 from rillflow_classic.workers.actor import Actor
+from rillflow_classic.workers.evaluation_worker import EvaluationWorker
 
 
 class StaticSystem(CallSystem):
@@ -33,10 +34,17 @@ class StaticSystem(CallSystem):
         actors: the actors, on an inline backend.
         learners: learner of every policy, by name.
         threads: threads that run the actors, the caller's included.
+        evaluator: see ``ActorSystem``.
     """
 
-    def __init__(self, actors: WorkerSet[Actor], learners: Mapping[str, Learner], threads: int) -> None:
-        super().__init__(actors, learners)
+    def __init__(
+        self,
+        actors: WorkerSet[Actor],
+        learners: Mapping[str, Learner],
+        threads: int,
+        evaluator: WorkerSet[EvaluationWorker] | None = None,
+    ) -> None:
+        super().__init__(actors, learners, evaluator)
         plan = StaticPlan("rollouts")
         again, start = plan.delayed("again"), plan.startup()
         samples = [
@@ -47,21 +55,15 @@ class StaticSystem(CallSystem):
         again.connect(self._joined)
         self._run = StaticRun(plan, workers=threads)
 
-    def rollouts(self, mode: str, *, num_async: int = 1) -> LocalIterator:
-        """See System.
+    def _rounds(self) -> LocalIterator:
+        return from_function(self._next_round, f"static plan of {self.actors.size} actors")
 
-        Raises:
-            ConfigError: the mode is ``async``.
-        """
-        if mode == "bulk_sync":
-            return from_function(self._next_round, f"static plan of {self.actors.size} actors")
-        if mode == "async":
-            raise ConfigError(
-                "workers.executor is 'static', and the algorithm takes fragments as they come",
-                why="which actor is next then depends on time, and a static plan has a fixed pattern",
-                fix='set workers.executor = "pull"',
-            )
-        return super().rollouts(mode, num_async=num_async)
+    def _as_they_come(self, num_async: int) -> LocalIterator:
+        raise ConfigError(
+            f"workers.executor is 'static', and the algorithm takes fragments as they come ({num_async=})",
+            why="which actor is next then depends on time, and a static plan has a fixed pattern",
+            fix='set workers.executor = "pull"',
+        )
 
     def close(self) -> None:
         """End the threads, and close all environments."""

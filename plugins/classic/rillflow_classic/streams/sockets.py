@@ -1,483 +1,289 @@
-"""Streams over TCP, between machines: the trainer's process has a hub that every worker knows.
+"""Streams over TCP, between machines: every end has the tables in memory of its own, and sends what it wrote.
 
-    actor ── DEALER ── fragments, questions ──> ROUTER hub ── weights, stop, credit, addresses ──> everyone
-    actor ── DEALER ── observations ──> ROUTER policy worker          (its address: from the hub)
+    worker ── DEALER ── rows of samples ─────────────────> ROUTER hub ── weights, control, free slots ──> all
+    actor ─── DEALER ── rows of requests, answers ── ROUTER policy worker          (its address: from the hub)
 
-A message is a token, a head in JSON, and one frame for each array, as it is in memory; both ends know the
-shapes. A message with another token or other sizes is dropped. Nothing is pickled. A sink sends a lane's
-fragment only while fewer than ``depth`` of them are not released, which the hub reports; so the streams have
-the bounds that they have in memory.
+A message is a token with a head in JSON that names tables and rows, and one frame for each row, as it is in
+memory. A row has one writer at a time, so a reader's copy is what the writer has, a little later. A message
+with another token, or a row of another size, is dropped; nothing is pickled. The hub sends weights and
+control to a worker that has confirmed the last ones, so that a slow worker skips versions.
 
-Loop of the hub's thread
-    consumes      fragments; questions of readers, which name what they have seen
+Loop of the hub's thread, in the trainer's process
+    consumes      rows that workers wrote; those for a buffer worker it passes on
     waits for     a message, or a change in this process
-    unblocked by  a worker; ``publish``, ``control`` and ``release``
-    produces      answers to the readers that have not seen the newest
-    shuts down    ``close``
+    unblocked by  a worker; ``publish``, ``control`` and the release of a fragment
+    produces      rows for the workers
+    shuts down    ``close``. A worker that is replaced joins anew, and its predecessor is not heard any more
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import socket
 import threading
-import time
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import zmq
 
-from rillflow.errors import StreamError
-from rillflow_classic.fragment import Array, FinishedEpisode, Fragment
-from rillflow_classic.policy import Acted, Weights
-from rillflow_classic.streams.stream import RETRY_S, UNLIMITED, ActingRequests, Received, StreamSpec
-from rillflow_classic.workers.recording import (
-    ActingLayout,
-    Arrays,
-    ArraySpec,
-    acted_of,
-    arrays_of,
-    arrays_of_acted,
-    fragment_of,
-)
+from rillflow_classic.streams.dock import Dock
+from rillflow_classic.streams.streams import WEIGHTS_MARK, WRITTEN, EndKind, Streams, StreamSpec
+
+Rows = Sequence[tuple[str, int]]
+"""Tables and their rows, in the order in which they are written."""
 
 
-class SocketTransport:
-    """Streams over TCP.
+def open_streams(kind: str, spec: StreamSpec, host: str = "127.0.0.1") -> Streams:
+    """Return the trainer's end of new streams.
 
     Args:
+        kind: ``tcp``, or ``shared_memory``, which is also for the workers of one process.
         spec: the sizes.
-        host: address of this machine that the others reach.
+        host: address of this machine that the others reach, for ``tcp``.
     """
-
-    def __init__(self, spec: StreamSpec, *, host: str = "127.0.0.1") -> None:
-        self.spec, self.host = spec, host
-        self.token = secrets.token_bytes(16)
-        """Every message of the run begins with it."""
-        self._hub: _Hub | None = _Hub(self)
-        self.address = self._hub.address
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_hub": None}
-
-    def acting_client(self, policy: str, actor: int) -> SocketClient:
-        """See Transport."""
-        return SocketClient(self, policy, actor)
-
-    def acting_server(self, policy: str, worker: int) -> SocketServer:
-        """See Transport."""
-        return SocketServer(self, policy, worker)
-
-    def sink(self, actor: int) -> SocketSink:
-        """See Transport."""
-        return SocketSink(self, actor)
-
-    def source(self) -> _Hub:
-        """See Transport."""
-        return self._here()
-
-    def reader(self) -> SocketReader:
-        """See Transport."""
-        return SocketReader(self, dict.fromkeys(self.spec.weights, -1))
-
-    def writer(self) -> _Hub:
-        """See Transport."""
-        return self._here()
-
-    def close(self) -> None:
-        """See Transport."""
-        if self._hub is not None:
-            self._hub.close()
-
-    def _here(self) -> _Hub:
-        if self._hub is None:
-            raise StreamError(
-                "a worker asks for the trainer's end of a stream",
-                why="it is in the process that made the transport",
-            )
-        return self._hub
+    dock = Dock(spec.tables, spec.bells)
+    return SocketHub(spec, dock, host) if kind == "tcp" else Streams(spec, dock)
 
 
-class _Hub:
-    """The trainer's socket; see ParameterWriter and FragmentSource."""
+@dataclass(kw_only=True)
+class _Peer:
+    """A worker that the hub knows."""
 
-    def __init__(self, transport: SocketTransport) -> None:
-        self._spec, self._token = transport.spec, transport.token
-        self._layouts = {n: layout.of_fragment(self._spec.steps) for n, layout in self._spec.layouts.items()}
+    identity: bytes
+    """Its name at the hub's socket."""
+    address: str
+    """Where a policy worker takes requests."""
+    waits_for_answer: bool = False
+    """Whether it has not confirmed the last weights and control."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Versions of the weights that were sent, by policy."""
+    known: object = None
+    """Control and addresses that were sent."""
+
+
+class SocketHub(Streams):
+    """The trainer's end."""
+
+    def __init__(self, spec: StreamSpec, dock: Dock, host: str) -> None:
+        super().__init__(spec, dock)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        port = self._socket.bind_to_random_port(f"tcp://{transport.host}")
-        self.address = f"tcp://{transport.host}:{port}"
-        self._changed, self._wake, self._is_closed = threading.Condition(), os.pipe(), False
-        self._known: dict[str, Any] = {"state": 1, "is_stopped": False, "limit": UNLIMITED, "workers": {}}
-        self._weights: dict[str, tuple[int, dict[str, Array]]] = {}
-        self._released: defaultdict[bytes, Counter[str]] = defaultdict(Counter)
-        self._numbers: Counter[tuple[int, int]] = Counter()
-        self._arrived: deque[Received] = deque()
-        self._waiting: dict[bytes, dict[str, Any]] = {}
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.address, self.token = f"tcp://{host}:{port}", secrets.token_bytes(16)
+        self._peers: dict[str, _Peer] = {}
+        self._due: deque[tuple[str, Rows]] = deque()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="stream-hub", daemon=True)
         self._thread.start()
 
-    def publish(self, policy: str, version: int, weights: Weights) -> None:
-        """See ParameterWriter."""
-        copies = {name: np.array(array) for name, array in weights.items()}
-        with self._change(state=True):
-            self._weights[policy] = version, copies
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("spec", "address", "token")}
 
-    def control(self, *, is_stopped: bool, limit: int = UNLIMITED) -> None:
-        """See ParameterWriter."""
-        with self._change(state=True):
-            self._known |= {"is_stopped": is_stopped, "limit": limit}
-
-    def take(self, wait_s: float) -> list[Received]:
-        """See FragmentSource."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._arrived, wait_s)
-            return [self._arrived.popleft() for _ in range(len(self._arrived))]
+    def end(self, kind: EndKind, index: int) -> Streams:
+        """Return the end of a worker, in its process."""
+        return SocketEnd(self.spec, self.address, self.token, kind, index)
 
     def close(self) -> None:
-        """End the thread and the socket."""
-        with self._change(state=False):
-            self._is_closed = True
+        """End the thread and the sockets, and release the memory."""
+        self._is_closed = True
+        self._dock.ring("hub")
         self._thread.join()
         self._context.destroy(linger=0)
-        for end in self._wake:
-            os.close(end)
+        super().close()
 
-    @contextlib.contextmanager
-    def _change(self, *, state: bool) -> Iterator[None]:
-        """Change what readers see; ``state``: for all of them."""
-        with self._changed:
-            yield
-            self._known["state"] += state
-            os.write(self._wake[1], b"\0")
+    def _tell(self, to: str, tables: Sequence[str], rows: Iterable[int]) -> bool:
+        self._due.append((to, [(table, row) for row in rows for table in tables]))
+        self._dock.ring("hub")
+        return True
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake[0], zmq.POLLIN)
+        poller.register(self._dock.descriptor("hub"), zmq.POLLIN)
         while not self._is_closed:
-            ready = dict(poller.poll())
-            if self._wake[0] in ready:
-                os.read(self._wake[0], 65536)
-            for name, token, said, *frames in received(self._socket, least=3):
-                if secrets.compare_digest(bytes(token.buffer), self._token):
-                    self._heard(bytes(name.buffer), json.loads(bytes(said.buffer)), frames)
-            for waiting in list(self._waiting):
-                self._answer(waiting)
+            poller.poll()
+            self._dock.wait("hub", 0.0)
+            for identity, *frames in received(self._socket):
+                if (said := head_of(frames, self.token)) is not None:
+                    self._heard(bytes(identity.buffer), said, frames)
+            self._send_due()
+            for name in self._peers:
+                self._inform(name)
 
-    def _heard(self, name: bytes, said: dict[str, Any], frames: Sequence[zmq.Frame]) -> None:
-        if "worker" in said:
-            with self._changed:
-                self._known["workers"][said["worker"]] = said["address"]
-                self._known["state"] += 1
-        elif "lane" in said:
-            self._keep(name, said, frames)
-        else:
-            self._waiting[name] = said
-
-    def _keep(self, name: bytes, said: dict[str, Any], frames: Sequence[zmq.Frame]) -> None:
-        """Keep a fragment for ``take``."""
-        arrays = unpacked(frames, [spec for layout in self._layouts.values() for spec in layout.values()])
-        if arrays is None:
+    def _heard(self, identity: bytes, said: dict[str, Any], frames: list[zmq.Frame]) -> None:
+        name, to = said["from"], said["to"]
+        if "joins" in said:
+            self._send_due()
+            self._peers[name] = _Peer(identity=identity, address=said["joins"])
+            self._due.append((name, self._held_for(name)))
+        if name not in self._peers or self._peers[name].identity != identity:
             return
-        rest, actor, lane, fragments = iter(arrays), said["actor"], said["lane"], {}
-        for policy, layout in self._layouts.items():
-            episodes = [
-                FinishedEpisode(total_reward=reward, length=length, slot=slot)
-                for reward, length, slot in said["episodes"][policy]
-            ]
-            own = {field: next(rest) for field in layout}
-            fragments[policy] = fragment_of(own, episodes=episodes, policy=policy, actor=actor)
-        release = iter([partial(self._release, name, str(lane))])
-        with self._changed:
-            self._arrived.append(
-                Received(
-                    actor=actor,
-                    lane=lane,
-                    number=self._numbers[actor, lane],
-                    fragments=fragments,
-                    release=lambda: next(release, _nothing)(),
-                )
-            )
-            self._numbers[actor, lane] += 1
-            self._changed.notify_all()
+        self._peers[name].waits_for_answer &= "has_control" not in said
+        if write_rows(self._dock, said["rows"], frames) and said["rows"]:
+            if to == "trainer":
+                self._dock.ring("trainer")
+            else:
+                self._due.append((to, said["rows"]))
 
-    def _release(self, name: bytes, lane: str) -> None:
-        with self._change(state=False):
-            self._released[name][lane] += 1
+    def _held_for(self, name: str) -> Rows:
+        """Return what a new worker must know: an actor, which slots are free; a buffer, its fragments."""
+        state, slots = self._dock.columns["marks"]["state"], np.arange(self._is_taken.size)
+        lanes, (kind, _, index) = slots // self.spec.depth, name.partition("/")
+        if kind == "actor":
+            return [("marks", slot) for slot in slots[lanes // self.spec.ring == int(index)].tolist()]
+        if kind == "buffer":
+            waiting = slots[(lanes % self.spec.buffers == int(index)) & (state == WRITTEN)]
+            return [(table, slot) for slot in waiting.tolist() for table in self.spec.sample_tables]
+        return []
 
-    def _answer(self, name: bytes) -> None:
-        question = self._waiting[name]
-        with self._changed:
-            credit = dict(self._released[name]) if name in self._released else {}
-            if question["state"] == self._known["state"] and question["released"] == credit:
-                return
-            newer = {
-                policy: self._weights[policy]
-                for policy, version in question["versions"].items()
-                if policy in self._weights and self._weights[policy][0] > version
-            }
-            versions = {policy: version for policy, (version, _) in newer.items()}
-            said = json.dumps({**self._known, "released": credit, "versions": versions})
-        del self._waiting[name]
-        frames: list[Any] = [name, said.encode()]
-        frames += [array for _, weights in newer.values() for array in weights.values()]
-        self._socket.send_multipart(frames, copy=False)
+    def _send_due(self) -> None:
+        while self._due:
+            self._send(*self._due.popleft())
 
+    def _send(self, to: str, rows: Rows, frames: Sequence[Any] = (), **said: Any) -> None:
+        if to in self._peers:
+            frames = frames or [bytes(self._dock.rows[table][at]) for table, at in rows]
+            head = message_head(self.token, {"from": "trainer", "to": to, "rows": rows, **said})
+            self._socket.send_multipart([self._peers[to].identity, head, *frames], copy=False)
 
-class SocketReader:
-    """Asks the hub for changes, with one question under way; see ParameterReader.
-
-    Args:
-        transport: the streams.
-        versions: newest version of the weights it has, by policy; empty: it wants none.
-    """
-
-    def __init__(self, transport: SocketTransport, versions: Mapping[str, int]) -> None:
-        self.transport, self._versions = transport, dict(versions)
-        self.socket = opened(zmq.DEALER)
-        self.socket.connect(transport.address)
-        self._known: dict[str, Any] = {
-            "state": 0,
-            "is_stopped": False,
-            "limit": 0,
-            "workers": {},
-            "released": {},
-        }
-        self._newest: dict[str, tuple[int, Weights]] = {}
-        self._ask()
-
-    @property
-    def is_stopped(self) -> bool:
-        """See ParameterReader."""
-        return bool(self.look()["is_stopped"])
-
-    @property
-    def limit(self) -> int:
-        """See ParameterReader."""
-        return int(self.look()["limit"])
-
-    def newest(self, policy: str, version: int) -> tuple[int, Weights] | None:
-        """See ParameterReader."""
-        self.look()
-        found = self._newest.get(policy)
-        return found if found is not None and found[0] > version else None
-
-    def tell(self, said: Mapping[str, Any], arrays: Iterable[Array] = ()) -> None:
-        """Send a message."""
-        frames: list[Any] = [self.transport.token, json.dumps(said).encode(), *arrays]
-        self.socket.send_multipart(frames, copy=False)
-
-    def look(self) -> dict[str, Any]:
-        """Return the hub's newest answer."""
-        for said, *frames in received(self.socket):
-            self._known = json.loads(bytes(said.buffer))
-            for policy, version in self._known["versions"].items():
-                specs = self.transport.spec.weights[policy]
-                own, frames = frames[: len(specs)], frames[len(specs) :]
-                arrays = unpacked(own, specs.values())
-                if arrays is not None:
-                    weights = {name: array.copy() for name, array in zip(specs, arrays, strict=True)}
-                    self._newest[policy] = version, weights
-                    self._versions[policy] = version
-            self._ask()
-        return self._known
-
-    def _ask(self) -> None:
-        known = {name: self._known[name] for name in ("state", "released")}
-        self.tell({**known, "versions": self._versions})
-
-
-class SocketSink:
-    """Sends fragments to the trainer; see FragmentSink."""
-
-    def __init__(self, transport: SocketTransport, actor: int) -> None:
-        self._spec, self._actor = transport.spec, actor
-        self._reader = SocketReader(transport, {})
-        self._sent: Counter[int] = Counter()
-
-    def reserve(self, lane: int) -> Mapping[str, Arrays] | None:
-        """See FragmentSink."""
-        if self._sent[lane] - self._reader.look()["released"].get(str(lane), 0) >= self._spec.depth:
-            return None
-        return {
-            policy: {name: spec.empty() for name, spec in layout.of_fragment(self._spec.steps).items()}
-            for policy, layout in self._spec.layouts.items()
-        }
-
-    def put(self, lane: int, fragments: Mapping[str, Fragment]) -> None:
-        """See FragmentSink."""
-        ordered = {policy: fragments[policy] for policy in self._spec.layouts}
-        episodes = {
-            policy: [[each.total_reward, each.length, each.slot] for each in fragment.episodes]
-            for policy, fragment in ordered.items()
-        }
-        self._reader.tell(
-            {"actor": self._actor, "lane": lane, "episodes": episodes},
-            [array for fragment in ordered.values() for array in arrays_of(fragment).values()],
+    def _inform(self, name: str) -> None:
+        """Send a worker the newest weights, then control, unless it has them."""
+        peer = self._peers[name]
+        if peer.waits_for_answer:
+            return
+        control = bytes(self._dock.rows["control"][0])  # first, so that the weights are not older
+        rows, frames = list[tuple[str, int]](), list[Any]()
+        for policy in () if self.spec.workers and name.startswith("actor") else self.spec.weights:
+            if (found := self._newest_record(policy, peer.versions.get(policy, -1))) is not None:
+                peer.versions[policy] = found[0]
+                rows += [(f"{policy}/weights", 0), (f"{policy}/written", 0)]
+                frames += [found[1], np.array([(2, 2, (found[0],) * 2)], WEIGHTS_MARK)]
+        known = (
+            control,
+            {each: self._peers[each].address for each in self._peers if each.startswith("worker")},
         )
-        self._sent[lane] += 1
-
-    def sent(self, lane: int) -> int:
-        """See FragmentSink; counts what this process sent."""
-        return self._sent[lane]
-
-    def wait(self, seconds: float) -> None:
-        """See FragmentSink."""
-        self._reader.socket.poll(int(seconds * 1000))
+        if rows or known != peer.known:
+            peer.known, peer.waits_for_answer = known, True
+            self._send(name, [*rows, ("control", 0)], [*frames, control], addresses=known[1])
 
 
-class SocketClient:
-    """Asks policy workers for the actions of one actor's lanes; see ActingClient."""
+class SocketEnd(Streams):
+    """A worker's end, with memory of its own."""
 
-    def __init__(self, transport: SocketTransport, policy: str, actor: int) -> None:
-        self._policy, self._layout = policy, transport.spec.layouts[policy]
-        self._first, self._token = actor * transport.spec.ring, transport.token
-        self._reader = SocketReader(transport, {})
+    def __init__(self, spec: StreamSpec, hub: str, token: bytes, kind: EndKind, index: int) -> None:
+        super().__init__(spec, Dock(spec.tables, ()), kind, index)
+        self._token, self._poller = token, zmq.Poller()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._poller = zmq.Poller()
-        self._poller.register(self._reader.socket, zmq.POLLIN)
-        self._number = 0
-        self._open: dict[int, tuple[list[Any], float]] = {}
-        """Frames of the request that a lane waits for, and when it was asked."""
-        self._tries = Counter({lane: self._first + lane for lane in range(transport.spec.ring)})
-        self._answers: dict[int, tuple[Acted, int]] = {}
+        """To the hub, from an actor to each policy worker, and a policy worker's own for ``requests``."""
+        self._addresses: dict[str, str] = {}
+        self._asking: dict[str, bytes] = {}
+        """Names of the actors at the socket for requests."""
+        self._connect("trainer", hub)
+        address = ""
+        if kind == "worker":
+            own = own_address(hub)
+            requests = self._sockets["requests"] = self._opened(zmq.ROUTER)
+            address = f"tcp://{own}:{requests.bind_to_random_port(f'tcp://{own}')}"
+        self._say("trainer", [], joins=address)
 
-    def layout(self, *_: object) -> ActingLayout:
-        """See ActingClient."""
-        return self._layout
+    def wait(self, seconds: float) -> None:
+        """Wait for a message, at most this long, and take in what has arrived."""
+        for source, _ in self._poller.poll(int(max(0.0, seconds) * 1000)):
+            for frames in received(source) if not source.closed else ():
+                identity = frames.pop(0) if source is self._sockets.get("requests") else None
+                said = self._heard(frames)
+                if identity is not None and said is not None:
+                    self._asking[said["from"]] = identity.bytes
 
-    def post(self, lane: int, observations: Array, state: Array | None) -> None:
-        """See ActingClient."""
-        self._number += 1
-        arrays = [np.ascontiguousarray(each) for each in (observations, state) if each is not None]
-        head = json.dumps([self._number, self._first + lane]).encode()
-        self._ask(lane, [self._token, head, *arrays])
+    def look(self) -> None:
+        """Take in the messages that have arrived."""
+        self.wait(0.0)
 
-    def take(self, lane: int) -> tuple[Acted, int] | None:
-        """See ActingClient."""
+    def close(self) -> None:
+        """Close the sockets, and release the memory."""
         for each in self._sockets.values():
-            for head, *frames in received(each):
-                self._hear(bytes(head.buffer), frames)
-        if lane in self._open and time.monotonic() - self._open[lane][1] > RETRY_S:
-            self._tries[lane] += 1
-            self._ask(lane, self._open[lane][0])
-        return self._answers.pop(lane, None)
+            each.close()
+        super().close()
 
-    def wait(self, seconds: float) -> None:
-        """See ActingClient."""
-        self._poller.poll(int(max(0.0, seconds) * 1000))
-
-    def _hear(self, head: bytes, frames: Sequence[zmq.Frame]) -> None:
-        question, version = json.loads(head)
-        lane = question[1] - self._first
-        specs = self._layout.of_answer()
-        arrays = unpacked(frames, specs.values())
-        if arrays is not None and lane in self._open and json.loads(self._open[lane][0][1]) == question:
-            del self._open[lane]
-            self._answers[lane] = acted_of(dict(zip(specs, arrays, strict=True))), version
-
-    def _ask(self, lane: int, frames: list[Any]) -> None:
-        workers = self._reader.look()["workers"]
-        addresses = [workers[name] for name in sorted(workers) if name.startswith(f"{self._policy}/")]
-        if not addresses:  # none has said where it is: asked again at the next look
-            self._open[lane] = frames, -RETRY_S
-            return
-        address = addresses[self._tries[lane] % len(addresses)]
-        if address not in self._sockets:
-            self._sockets[address] = opened(zmq.DEALER)
-            self._sockets[address].connect(address)
-            self._poller.register(self._sockets[address], zmq.POLLIN)
-        self._open[lane] = frames, time.monotonic()
-        with contextlib.suppress(zmq.Again):  # a dead worker's queue is full
-            self._sockets[address].send_multipart(frames, zmq.NOBLOCK)
-
-
-class SocketServer:
-    """Answers the requests that a policy worker receives; see ActingServer."""
-
-    def __init__(self, transport: SocketTransport, policy: str, worker: int) -> None:
-        self._layout, self._token = transport.spec.layouts[policy], transport.token
-        self._socket = opened(zmq.ROUTER)
-        host = own_address(transport.host)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self._reader = SocketReader(transport, {})
-        self._reader.tell({"worker": f"{policy}/{worker}", "address": f"tcp://{host}:{port}"})
-        self._names: dict[tuple[int, int], bytes] = {}
-
-    def requests(self) -> ActingRequests | None:
-        """See ActingServer."""
-        specs = self._layout.of_request()
-        found: dict[tuple[int, int], list[Array]] = {}
-        for name, token, head, *frames in received(self._socket, least=3):
-            arrays = unpacked(frames, specs.values())
-            if arrays is not None and secrets.compare_digest(bytes(token.buffer), self._token):
-                number, lane = json.loads(bytes(head.buffer))
-                found[number, lane] = arrays
-                self._names[number, lane] = bytes(name.buffer)
-        if not found:
+    def _heard(self, frames: list[zmq.Frame]) -> dict[str, Any] | None:
+        said = head_of(frames, self._token)
+        if said is None or not write_rows(self._dock, said["rows"], frames):
             return None
-        columns = [np.concatenate(each) for each in zip(*found.values(), strict=True)]
-        numbers, lanes = np.array(list(found)).T
-        return ActingRequests(
-            observations=columns[0],
-            state=columns[1] if len(columns) > 1 else None,
-            numbers=numbers,
-            lanes=lanes,
-        )
+        if "addresses" in said:
+            for name, address in said["addresses"].items() if self._kind == "actor" else ():
+                if self._addresses.get(name) != address:
+                    self._connect(name, address)
+            self._addresses = said["addresses"]
+            self._say("trainer", [], has_control=True)
+        return said
 
-    def answer(self, requests: ActingRequests, acted: Acted, version: int) -> None:
-        """See ActingServer."""
-        arrays, slots = arrays_of_acted(acted), self._layout.observations.shape[0]
-        for place, key in enumerate(zip(requests.numbers.tolist(), requests.lanes.tolist(), strict=True)):
-            part = slice(place * slots, (place + 1) * slots)
-            frames: list[Any] = [self._names.pop(key), json.dumps([key, version]).encode()]
-            frames += [np.ascontiguousarray(arrays[name][part]) for name in self._layout.of_answer()]
-            self._socket.send_multipart(frames)
+    def _tell(self, to: str, tables: Sequence[str], rows: Iterable[int]) -> bool:
+        return self._say(to, [(table, int(row)) for row in rows for table in tables])
 
-    def wait(self, seconds: float) -> None:
-        """See ActingServer."""
-        self._socket.poll(int(max(0.0, seconds) * 1000))
+    def _say(self, to: str, rows: Rows, **said: Any) -> bool:
+        """Send rows to another end, a fragment to a buffer worker by the hub; return whether it is known."""
+        by = self._sockets.get(to if to.startswith("worker") else "trainer")
+        message: list[Any] = [message_head(self._token, {"from": self.name, "to": to, "rows": rows, **said})]
+        if to in self._asking:
+            by, message = self._sockets["requests"], [self._asking[to], *message]
+        if by is not None:
+            message += [self._dock.rows[table][at] for table, at in rows]
+            with contextlib.suppress(zmq.Again):  # a dead worker's queue is full
+                by.send_multipart(message, zmq.NOBLOCK, copy=False)
+        return by is not None
+
+    def _connect(self, name: str, address: str) -> None:
+        if name in self._sockets:
+            self._poller.unregister(self._sockets[name])
+            self._sockets[name].close()
+        self._sockets[name] = self._opened(zmq.DEALER)
+        self._sockets[name].connect(address)
+
+    def _opened(self, kind: int) -> zmq.Socket[bytes]:
+        made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        self._poller.register(made, zmq.POLLIN)
+        return made
 
 
-def received(source: zmq.Socket[bytes], least: int = 1) -> Iterator[list[zmq.Frame]]:
-    """Yield the messages that have arrived, if they have so many frames."""
+def received(source: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    """Yield the messages that have arrived."""
     with contextlib.suppress(zmq.Again):
         while True:
-            frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
-            if len(frames) >= least:
-                yield frames
+            yield source.recv_multipart(zmq.NOBLOCK, copy=False)
 
 
-def unpacked(frames: Sequence[zmq.Frame], specs: Iterable[ArraySpec]) -> list[Array] | None:
-    """View frames as arrays of given shapes; None if their number or sizes differ."""
-    wanted = list(specs)
-    if [len(frame.buffer) for frame in frames] != [spec.nbytes for spec in wanted]:
+def message_head(token: bytes, said: Mapping[str, Any]) -> bytes:
+    """Return the first frame of a message."""
+    return token + json.dumps(said).encode()
+
+
+def head_of(frames: Sequence[zmq.Frame], token: bytes) -> dict[str, Any] | None:
+    """Return the head of a message; None if it has not the token."""
+    first = frames[0].bytes if frames else b""
+    if not secrets.compare_digest(first[: len(token)], token):
         return None
-    pairs = zip(frames, wanted, strict=True)
-    return [np.frombuffer(frame.buffer, spec.dtype).reshape(spec.shape) for frame, spec in pairs]
+    said: dict[str, Any] = json.loads(first[len(token) :])
+    return said
 
 
-def own_address(host: str) -> str:
-    """Return this machine's address on the way to another one; nothing is sent."""
+def write_rows(dock: Dock, rows: Rows, frames: Sequence[zmq.Frame]) -> bool:
+    """Write the rows of a message into the tables; return False, and write none, if their sizes differ."""
+    found = [dock.rows[table][at] for table, at in rows]
+    if [len(frame.buffer) for frame in frames[1:]] != [len(each) for each in found]:
+        return False
+    for each, frame in zip(found, frames[1:], strict=True):
+        each[:] = np.frombuffer(frame.buffer, np.uint8)
+    return True
+
+
+def own_address(hub: str) -> str:
+    """Return this machine's address on the way to the hub; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect((host, 1))
+        asked.connect((hub.removeprefix("tcp://").rpartition(":")[0], 1))
         return str(asked.getsockname()[0])
-
-
-def opened(kind: int) -> zmq.Socket[bytes]:
-    """Return a new socket that holds no message back when it is closed."""
-    made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    made.setsockopt(zmq.LINGER, 0)
-    return made
-
-
-def _nothing() -> None:
-    """Do nothing: it was released before."""

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from rillflow.errors import ClusterError
 from rillflow.records.metrics import Max, Mean, Metrics, Sum, merge_metrics
+from rillflow.runs.reader import Evaluation
 from rillflow.workers.backend import Pool, RankLost
 from rillflow_classic.build import BACKENDS, Parts, keep_state
 from rillflow_classic.checkpointed import CheckpointedObjects, State, seed_of
@@ -153,6 +154,10 @@ class PopulationSystem:
     def reset(self, seed: int) -> None:
         """See System."""
         self._all(lambda index: self.members.call(index, "reset", seed_of(seed, index)))
+
+    def evaluations(self) -> list[Evaluation]:
+        """Return nothing: a population has no evaluation worker."""
+        return []
 
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Return the result of a method of every actor of the best member."""

@@ -1,7 +1,7 @@
 """Trainer worker: assembles the next batch while the present one is trained.
 
-    sample stream ─> FragmentQueue ─ join: the only copy ─> next batch ─> learner
-    └────────────────────────── thread ─────────────────┘
+    sample stream ─> FragmentQueue: newest first ─ join: the only copy ─> next batch ─> learner
+    └───────────────────────────────── thread ──────────────────────────┘
 
 Loop of the thread
     consumes      fragments of the sample stream
@@ -13,24 +13,100 @@ Loop of the thread
 
 from __future__ import annotations
 
-import contextlib
-import queue
+import copy
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
-
-import numpy as np
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Metrics, Sum
+from rillflow_classic.fragment import Fragment
 from rillflow_classic.operators.steps import Rollout, join
 from rillflow_classic.policy import Learner
-from rillflow_classic.streams.stream import FragmentSource, Received
-from rillflow_classic.workers.buffer_worker import FragmentQueue
-from rillflow_classic.workers.recording import arrays_of, fragment_of
+from rillflow_classic.streams.streams import Received, Streams
 
 PAUSE_S = 0.05
 """Longest wait of the thread before it looks whether it is to end."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Waiting:
+    """A fragment in the queue."""
+
+    version: int
+    """Oldest version of the weights that acted."""
+    fragments: Mapping[str, Fragment]
+    """Fragment by policy; the episodes count in its first batch."""
+    release: Callable[[], None]
+    """Gives its memory back."""
+    uses: int = 0
+    """Batches that it was in."""
+
+
+class FragmentQueue:
+    """Fragments that wait for the trainer, newest first.
+
+    Args:
+        room: fragments that the stream holds.
+        batch: fragments of a batch.
+        reuses: number of batches that each fragment may be in; fragments that were in fewer come first.
+        max_lag: fragments whose oldest step acted with weights more versions old are dropped; None: none.
+
+    Raises:
+        ConfigError: the stream holds no batch.
+    """
+
+    def __init__(self, room: int, *, batch: int = 1, reuses: int = 1, max_lag: int | None = None) -> None:
+        if not 1 <= batch <= room:
+            raise ConfigError(
+                f"a batch of {batch} fragments from a stream that holds {room}",
+                why="fragments of a batch wait in the memory of the stream",
+                fix="enlarge workers.depth, or lower workers.batch",
+            )
+        self._capacity = min(room, max(2 * batch, room // 2))
+        self._batch, self._reuses, self._max_lag = batch, reuses, max_lag
+        self._waiting: list[_Waiting] = []
+        self.dropped = 0
+        """Fragments that were too old or too many."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, received: Received) -> None:
+        """Add a fragment; if half of the stream and two batches wait, drop the oldest one."""
+        if len(self) == self._capacity:
+            self._drop(self._waiting[-1:])
+        version = min(int(each.versions.min()) for each in received.fragments.values())
+        added = _Waiting(version=version, fragments=received.fragments, release=received.release)
+        self._waiting.insert(0, added)
+
+    def take(self, version: int) -> Rollout | None:
+        """Return the next batch for a learner's version, side by side; None while there are too few."""
+        if self._max_lag is not None:
+            self._drop([each for each in self._waiting if version - each.version > self._max_lag])
+        if len(self) < self._batch:
+            return None
+        taken = sorted(self._waiting, key=lambda each: each.uses)[: self._batch]
+        rollout = assembled([each.fragments for each in taken])
+        for each in taken:
+            each.uses += 1
+            each.fragments = {name: replace(one, episodes=()) for name, one in each.fragments.items()}
+        self._end([each for each in taken if each.uses == self._reuses])
+        return rollout
+
+    def clear(self) -> None:
+        """Drop all fragments."""
+        self._drop(self._waiting)
+
+    def _drop(self, dropped: Sequence[_Waiting]) -> None:
+        self.dropped += len(dropped)
+        self._end(dropped)
+
+    def _end(self, ended: Sequence[_Waiting]) -> None:
+        self._waiting = [each for each in self._waiting if each not in ended]
+        for each in ended:
+            each.release()
 
 
 class TrainerWorker:
@@ -38,118 +114,62 @@ class TrainerWorker:
 
     Args:
         learners: learner of every policy, by name.
-        source: sample stream.
+        streams: the trainer's end of the streams.
         fragments: queue of fragments that wait.
-        batch: fragments of a batch.
         prefetch: whether a thread assembles the next batch meanwhile.
-        room: fragments that the stream holds; those of a larger batch are copied as they come.
     """
 
     def __init__(
-        self,
-        learners: Mapping[str, Learner],
-        source: FragmentSource,
-        fragments: FragmentQueue,
-        *,
-        batch: int = 1,
-        prefetch: bool = True,
-        room: int = 1,
+        self, learners: Mapping[str, Learner], streams: Streams, fragments: FragmentQueue, *, prefetch: bool
     ) -> None:
-        if fragments.table.capacity < batch:
-            raise ConfigError(
-                f"a batch of {batch} fragments from a queue of {fragments.table.capacity}",
-                why="the queue holds all fragments of a batch",
-                fix="enlarge the queue, or take smaller batches",
-            )
-        self._owns = fragments.reuses > 1 or batch > room
-        self.learners, self.fragments, self._batch = learners, fragments, batch
-        self._source = source
-        self._lock = threading.Lock()
-        self._ready: queue.Queue[Rollout] = queue.Queue(1)
-        self._error: BaseException | None = None
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._prefetch, name="trainer-batches", daemon=True)
-        self._has_thread = prefetch
-        if prefetch:
-            self._thread.start()
+        self._learners, self._streams, self._fragments = learners, streams, fragments
+        self._lock, self._is_closed = threading.Lock(), False
+        self._thread = ThreadPoolExecutor(1, "trainer-batches") if prefetch else None
+        self._ahead = self._thread.submit(self._prefetched) if self._thread is not None else None
 
     def next(self, wait_s: float) -> Rollout | None:
-        """Return the next batch: fragments side by side; None if there are too few in time."""
-        if not self._has_thread:
+        """Return the next batch; None if there are too few fragments in time."""
+        if self._thread is None or self._ahead is None:
             return self._assembled(wait_s)
-        try:
-            return self._ready.get(timeout=wait_s) if wait_s > 0 else self._ready.get_nowait()
-        except queue.Empty:
-            if self._error is not None:
-                raise self._error from None
+        if not wait([self._ahead], wait_s).done:
             return None
+        batch, self._ahead = self._ahead.result(), self._thread.submit(self._prefetched)
+        return batch
 
     def metrics(self) -> Metrics:
         """Return what the queue dropped since the last call."""
         with self._lock:
-            dropped = sum(self.fragments.table.dropped.values())
-            self.fragments.table.dropped.clear()
+            dropped, self._fragments.dropped = self._fragments.dropped, 0
         return {"actor/dropped_fragments/sum": Sum(value=float(dropped))}
 
     def close(self) -> None:
         """End the thread."""
         self._is_closed = True
-        if self._has_thread:
-            self._thread.join()
+        if self._thread is not None:
+            self._thread.shutdown()
 
-    def _prefetch(self) -> None:
-        try:
-            while not self._is_closed:
-                batch = self._assembled(PAUSE_S)
-                while batch is not None and not self._is_closed:
-                    with contextlib.suppress(queue.Full):
-                        self._ready.put(batch, timeout=PAUSE_S)
-                        batch = None
-        except BaseException as error:  # noqa: BLE001  ``next`` raises it
-            self._error = error
+    def _prefetched(self) -> Rollout | None:
+        batch = None
+        while batch is None and not self._is_closed:
+            batch = self._assembled(PAUSE_S)
+        return batch
 
     def _assembled(self, wait_s: float) -> Rollout | None:
         """Take what has arrived, and join a batch."""
+        version = min(learner.version for learner in self._learners.values())
         with self._lock:
-            batch = self._joined()
+            batch = self._fragments.take(version)
         if batch is not None:
             return batch
-        received = self._source.take(wait_s)
+        received = self._streams.take(wait_s)
         with self._lock:
             for each in received:
-                if self._owns:
-                    self.fragments.put(copied(each))
-                    each.release()
-                else:
-                    self.fragments.put(each)
-            return self._joined()
-
-    def _joined(self) -> Rollout | None:
-        version = min(learner.version for learner in self.learners.values())
-        taken = self.fragments.take(self._batch, version)
-        if taken is None:
-            return None
-        is_view = self._batch == 1 and not self._owns
-        items = [copied(each) if is_view else each for each in taken.items]
-        several = len(items[0].fragments) > 1
-        batch = join([each.fragments if several else next(iter(each.fragments.values())) for each in items])
-        self.fragments.done(taken)
-        return batch
+                self._fragments.put(each)
+            return self._fragments.take(version)
 
 
-def copied(received: Received) -> Received:
-    """Return fragments in memory of their own."""
-    fragments = {
-        name: fragment_of(
-            {field: np.array(array) for field, array in arrays_of(fragment).items()},
-            episodes=fragment.episodes,
-            policy=fragment.policy,
-            actor=fragment.actor,
-        )
-        for name, fragment in received.fragments.items()
-    }
-    return replace(received, fragments=fragments, release=_nothing)
-
-
-def _nothing() -> None:
-    """Do nothing."""
+def assembled(items: Sequence[Mapping[str, Fragment]]) -> Rollout:
+    """Return fragments of several lanes side by side, in memory of their own."""
+    if len(items) == 1:
+        items = [copy.deepcopy(items[0])]
+    return join([each if len(each) > 1 else next(iter(each.values())) for each in items])

@@ -16,19 +16,19 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.errors import StreamError
-from rillflow_classic.streams.memory import MemoryTransport
-from rillflow_classic.streams.sockets import SocketTransport
-from rillflow_classic.streams.stream import RETRY_S, FragmentSource, Received, StreamSpec, Transport
+from rillflow_classic.streams.layout import layout_of, record_of
+from rillflow_classic.streams.sockets import SocketHub, message_head, open_streams
+from rillflow_classic.streams.streams import RETRY_S, Received, Streams, StreamSpec
 from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.policy_worker import PolicyWorker
-from rillflow_classic.workers.recording import ArraySpec, layout_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "workers"))
 from counting import AffinePolicy, CountingEnvironment
 
 STEPS, SLOTS = 4, 3
-BIAS = {"bias": ArraySpec(shape=(1,), dtype="int64")}
+BIAS = record_of({"bias": np.zeros(1, np.int64)})
+FREE = -1
+"""A round in which actors begin as many fragments as there is room for."""
 
 
 def spec_of(*, workers: int = 0, ring: int = 1, actors: int = 1, is_recurrent: bool = False) -> StreamSpec:
@@ -43,10 +43,10 @@ def spec_of(*, workers: int = 0, ring: int = 1, actors: int = 1, is_recurrent: b
     )
 
 
-def made(kind: str, spec: StreamSpec) -> Transport:
-    return (
-        SocketTransport(spec) if kind == "tcp" else MemoryTransport(spec, is_shared=kind == "shared_memory")
-    )
+def made(kind: str, spec: StreamSpec, round_: int = FREE) -> Streams:
+    streams = open_streams(kind, spec)
+    streams.control(is_stopped=False, round_=round_)
+    return streams
 
 
 def run(kind: str, actor: Actor, turns: int = 40) -> None:
@@ -59,12 +59,12 @@ def run(kind: str, actor: Actor, turns: int = 40) -> None:
         actor.poll(0.0)
 
 
-@pytest.fixture(params=["inline", "shared_memory", "tcp"])
+@pytest.fixture(params=["shared_memory", "tcp"])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-def taken(source: FragmentSource, count: int) -> list[Received]:
+def taken(source: Streams, count: int) -> list[Received]:
     """Take fragments until there are some, and no more."""
     found: list[Received] = []
     deadline = time.monotonic() + 20
@@ -73,17 +73,14 @@ def taken(source: FragmentSource, count: int) -> list[Received]:
     return [*found, *source.take(0.05)]
 
 
-def actor_of(transport: Transport, index: int = 0, *, has_policy: bool = True, length: int = 4) -> Actor:
+def actor_of(transport: Streams, index: int = 0, *, has_policy: bool = True, length: int = 4) -> Actor:
     ring = [CountingEnvironment(SLOTS, length=length) for _ in range(transport.spec.ring)]
-    client = transport.acting_client("policy", index) if not has_policy else None
     return Actor(
         ring,
-        {"policy": AffinePolicy()} if client is None else {},
+        {"policy": AffinePolicy()} if has_policy else {},
         STEPS,
         index=index,
-        clients=None if client is None else {"policy": client},
-        sink=transport.sink(index),
-        parameters=transport.reader(),
+        streams=transport.end("actor", index),
     )
 
 
@@ -93,13 +90,13 @@ def weights(bias: int) -> dict[str, np.ndarray]:
 
 def test_fragments_by_stream_equal_those_by_calls(kind: str) -> None:
     transport = made(kind, spec_of())
-    transport.writer().publish("policy", 3, weights(2))
+    transport.publish("policy", 3, weights(2))
     streamed, called = (
         actor_of(transport),
         Actor([CountingEnvironment(SLOTS)], {"policy": AffinePolicy()}, STEPS),
     )
     called.load(3, weights(2))
-    source = transport.source()
+    source = transport
     received: list[Received] = []
     for number in range(6):
         while not received:
@@ -118,8 +115,8 @@ def test_fragments_by_stream_equal_those_by_calls(kind: str) -> None:
 
 def test_a_full_stream_stops_the_actor_until_a_fragment_is_released(kind: str) -> None:
     transport = made(kind, spec_of())
-    transport.writer().publish("policy", 0, weights(0))
-    actor, source = actor_of(transport), transport.source()
+    transport.publish("policy", 0, weights(0))
+    actor, source = actor_of(transport), transport
     run(kind, actor)
     held = taken(source, 2)
     assert [each.number for each in held] == [0, 1], "depth 2"
@@ -136,7 +133,7 @@ def test_a_full_stream_stops_the_actor_until_a_fragment_is_released(kind: str) -
 
 def test_an_actor_waits_for_its_first_weights_and_takes_the_newest(kind: str) -> None:
     transport = made(kind, spec_of())
-    actor, source, writer = actor_of(transport), transport.source(), transport.writer()
+    actor, source, writer = actor_of(transport), transport, transport
     assert actor.poll(0.0).rows == 0
     for version in (1, 5, 9):
         writer.publish("policy", version, weights(version))
@@ -157,18 +154,17 @@ def test_an_actor_waits_for_its_first_weights_and_takes_the_newest(kind: str) ->
     transport.close()
 
 
-def test_the_limit_of_fragments_holds_and_rises(kind: str) -> None:
-    transport = made(kind, spec_of())
-    writer, source = transport.writer(), transport.source()
+def test_a_lane_begins_one_fragment_in_each_round(kind: str) -> None:
+    transport = writer = source = made(kind, spec_of(), round_=1)
     writer.publish("policy", 0, weights(0))
-    writer.control(is_stopped=False, limit=1)
     actor = actor_of(transport)
     run(kind, actor)
     first = taken(source, 1)
-    writer.control(is_stopped=True, limit=2)
+    assert source.take(0.0) == [], "a lane begins one fragment in a round"
+    writer.control(is_stopped=True, round_=2)
     actor.poll(60.0)
     assert source.take(0.0) == []
-    writer.control(is_stopped=False, limit=2)
+    writer.control(is_stopped=False, round_=2)
     run(kind, actor)
     assert [each.number for each in (*first, *taken(source, 1))] == [0, 1]
     transport.close()
@@ -178,12 +174,10 @@ def test_the_limit_of_fragments_holds_and_rises(kind: str) -> None:
 def test_a_policy_worker_gives_what_the_policy_gives(kind: str, is_recurrent: bool) -> None:
     spec = spec_of(workers=1, ring=2, is_recurrent=is_recurrent)
     transport = made(kind, spec)
-    transport.writer().publish("policy", 4, weights(1))
-    actor, source = actor_of(transport, has_policy=False), transport.source()
+    transport.publish("policy", 4, weights(1))
+    actor, source = actor_of(transport, has_policy=False), transport
     policy = AffinePolicy(is_recurrent=is_recurrent)
-    worker = PolicyWorker(
-        {"policy": policy}, {"policy": transport.acting_server("policy", 0)}, transport.reader()
-    )
+    worker = PolicyWorker({"policy": policy}, transport.end("worker", 0))
     received = []
     deadline = time.monotonic() + 20
     while len(received) < 12 and time.monotonic() < deadline:
@@ -207,39 +201,38 @@ def test_a_policy_worker_gives_what_the_policy_gives(kind: str, is_recurrent: bo
     transport.close()
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
 def test_a_request_goes_to_another_worker_and_late_answers_are_ignored(
-    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("rillflow_classic.streams.memory.time.monotonic", lambda: now[0])
-    transport = MemoryTransport(spec_of(workers=2), is_shared=is_shared)
-    client = transport.acting_client("policy", 0)
-    servers = [transport.acting_server("policy", index) for index in range(2)]
+    monkeypatch.setattr("rillflow_classic.streams.streams.time.monotonic", lambda: now[0])
+    transport = made("shared_memory", spec_of(workers=2))
+    client = transport.end("actor", 0)
+    servers = [transport.end("worker", index) for index in range(2)]
     policy = AffinePolicy()
     observations = np.arange(9, dtype=np.float32).reshape(3, 3)
-    client.post(0, observations, None)
-    late = servers[0].requests()
+    client.post("policy", 0, observations, None)
+    late = servers[0].requests("policy")
     assert late is not None
-    assert servers[1].requests() is None
-    assert client.take(0) is None
-    assert servers[1].requests() is None, "the first worker still has time"
+    assert servers[1].requests("policy") is None
+    assert client.actions("policy", 0) is None
+    assert servers[1].requests("policy") is None, "the first worker still has time"
     now[0] += RETRY_S + 0.1
-    assert client.take(0) is None
-    again = servers[1].requests()
+    assert client.actions("policy", 0) is None
+    again = servers[1].requests("policy")
     assert again is not None
     assert np.array_equal(again.observations, observations)
-    servers[1].answer(again, policy.act(again.observations), 8)
-    answer = client.take(0)
+    servers[1].answer("policy", again, policy.act(again.observations), 8)
+    answer = client.actions("policy", 0)
     assert answer is not None
     assert answer[1] == 8
-    client.post(0, observations + 1, None)
-    servers[0].answer(late, policy.act(late.observations), 7)
-    assert client.take(0) is None, "an answer to the last request is not one to this request"
-    follow = servers[1].requests()
+    client.post("policy", 0, observations + 1, None)
+    servers[0].answer("policy", late, policy.act(late.observations), 7)
+    assert client.actions("policy", 0) is None, "an answer to the last request is not one to this request"
+    follow = servers[1].requests("policy")
     assert follow is not None, "the lane stays with the worker that answers"
-    servers[1].answer(follow, policy.act(follow.observations), 9)
-    answer = client.take(0)
+    servers[1].answer("policy", follow, policy.act(follow.observations), 9)
+    answer = client.actions("policy", 0)
     assert answer is not None
     assert np.array_equal(answer[0].actions, observations[:, 0] + 1)
     transport.close()
@@ -249,8 +242,7 @@ def test_a_request_goes_to_another_worker_and_late_answers_are_ignored(
 @given(data=st.data())
 def test_any_schedule_delivers_each_fragment_once_and_in_order(data: st.DataObject) -> None:
     spec = spec_of(actors=2, ring=2)
-    transport = MemoryTransport(spec, is_shared=False)
-    writer, source = transport.writer(), transport.source()
+    transport = writer = source = made("shared_memory", spec)
     writer.publish("policy", 0, weights(0))
     actors = [actor_of(transport, index) for index in range(2)]
     held: list[Received] = []
@@ -287,12 +279,12 @@ def test_closed_streams_leave_no_descriptor_and_no_file() -> None:
         gc.collect()
         return len([*Path("/proc/self/fd").iterdir()]), {each.name for each in Path("/dev/shm").iterdir()}
 
-    MemoryTransport(spec_of(workers=2), is_shared=True).close()
+    made("shared_memory", spec_of(workers=2)).close()
     before = left()
     for _ in range(5):
-        transport = MemoryTransport(spec_of(workers=2), is_shared=True)
+        transport = made("shared_memory", spec_of(workers=2))
         other = pickle.loads(pickle.dumps(transport))  # noqa: S301  as a backend does
-        other.sink(0)
+        other.end("actor", 0)
         other.close()
         transport.close()
         del transport, other
@@ -302,18 +294,24 @@ def test_closed_streams_leave_no_descriptor_and_no_file() -> None:
 
 
 def test_a_message_without_the_token_or_of_other_sizes_is_dropped() -> None:
-    transport = SocketTransport(spec_of())
-    source, stranger = transport.source(), zmq.Context.instance().socket(zmq.DEALER)
+    transport = made("tcp", spec_of())
+    assert isinstance(transport, SocketHub)
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.connect(transport.address)
-    shapes = transport.spec.layouts["policy"].of_fragment(STEPS).values()
-    frames = [bytes(each.nbytes) for each in shapes]
-    said = b'{"actor": 0, "lane": 0, "sink": "x", "episodes": {"policy": []}}'
-    stranger.send_multipart([bytes(16), said, *frames])
-    stranger.send_multipart([transport.token, said, *frames[1:]])
+    rows = [(table, 0) for table in transport.spec.sample_tables]
+    frames = [bytes(transport.spec.tables[table][0].itemsize) for table, _ in rows]
+    mark = np.array([(1, 1, FREE)], transport.spec.tables["marks"][0]).tobytes()
+    said = {"from": "actor/0", "to": "trainer", "rows": rows}
+    good = [message_head(transport.token, said), *frames[:-1], mark]
+    stranger.send_multipart(good)  # nobody of this name has joined
+    stranger.send_multipart([message_head(transport.token, {**said, "rows": [], "joins": ""})])
+    stranger.send_multipart([message_head(bytes(16), said), *good[1:]])
+    stranger.send_multipart([*good[:1], *good[2:]])
     stranger.send_multipart([b"short"])
-    stranger.send_multipart([transport.token, said, *frames])
-    found = taken(source, 1)
-    assert len(found) == 1
+    time.sleep(0.3)
+    assert transport.take(0.1) == []
+    stranger.send_multipart(good)
+    assert len(taken(transport, 1)) == 1
     stranger.close(linger=0)
     transport.close()
 
@@ -322,11 +320,12 @@ def test_weights_are_never_torn(kind: str) -> None:
     spec = StreamSpec(
         actors=1,
         steps=STEPS,
+        workers=1,
         layouts=spec_of().layouts,
-        weights={"policy": {"a": ArraySpec(shape=(50_000,), dtype="float32"), "b": BIAS["bias"]}},
+        weights={"policy": record_of({"a": np.zeros(50_000, np.float32), "b": np.zeros(1, np.int64)})},
     )
     transport = made(kind, spec)
-    writer, reader = transport.writer(), transport.reader()
+    writer, reader = transport, transport.end("worker", 0)
     is_over = threading.Event()
 
     def write() -> None:
@@ -340,6 +339,7 @@ def test_weights_are_never_torn(kind: str) -> None:
     thread.start()
     version, seen = 0, 0
     while not is_over.is_set() or version < 399:
+        reader.look()
         newest = reader.newest("policy", version)
         if newest is not None:
             assert newest[0] > version
@@ -351,17 +351,10 @@ def test_weights_are_never_torn(kind: str) -> None:
     transport.close()
 
 
-def test_inline_streams_refuse_to_leave_their_process() -> None:
-    transport = MemoryTransport(spec_of(), is_shared=False)
-    with pytest.raises(StreamError, match=r"(?s)inline streams.*shared_memory"):
-        pickle.dumps(transport)
-    transport.close()
-
-
 def test_a_waiting_reader_wakes_when_a_fragment_comes(kind: str) -> None:
     transport = made(kind, spec_of())
-    transport.writer().publish("policy", 0, weights(0))
-    actor, source = actor_of(transport), transport.source()
+    transport.publish("policy", 0, weights(0))
+    actor, source = actor_of(transport), transport
     thread = threading.Thread(target=lambda: (time.sleep(0.1), [actor.poll(0.0) for _ in range(STEPS)]))
     thread.start()
     began = time.monotonic()

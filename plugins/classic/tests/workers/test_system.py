@@ -21,14 +21,13 @@ from rillflow.workers.backend import Backend, Pool, Site
 from rillflow.workers.inline import InlineBackend
 from rillflow.workers.processes import ProcessBackend
 from rillflow_classic.fragment import Fragment
-from rillflow_classic.streams.memory import MemoryTransport
-from rillflow_classic.streams.sockets import SocketTransport
-from rillflow_classic.streams.stream import StreamSpec, Transport
+from rillflow_classic.streams.layout import layout_of, record_of
+from rillflow_classic.streams.sockets import open_streams
+from rillflow_classic.streams.streams import Streams, StreamSpec
 from rillflow_classic.system import CallSystem, StreamSystem
 from rillflow_classic.worker_set import WorkerSet
 from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.policy_worker import PolicyWorker
-from rillflow_classic.workers.recording import ArraySpec, layout_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from counting import AffinePolicy, CountingEnvironment
@@ -55,17 +54,14 @@ class AddingLearner:
         return {"bias": np.array([self.version])}
 
 
-def make_actor(transport: Transport | None, has_policy: bool, index: int) -> Actor:
-    streamed = {} if transport is None else {"sink": transport.sink(index), "parameters": transport.reader()}
-    if transport is not None and not has_policy:
-        streamed["clients"] = {"policy": transport.acting_client("policy", index)}  # type: ignore[dict-item]
+def make_actor(transport: Streams | None, has_policy: bool, index: int) -> Actor:
+    streams = None if transport is None else transport.end("actor", index)
     ring = [CountingEnvironment(SLOTS) for _ in range(1 if transport is None else transport.spec.ring)]
-    return Actor(ring, {"policy": AffinePolicy()} if has_policy else {}, STEPS, index=index, **streamed)  # type: ignore[arg-type]
+    return Actor(ring, {"policy": AffinePolicy()} if has_policy else {}, STEPS, index=index, streams=streams)  # type: ignore[arg-type]
 
 
-def make_policy_worker(transport: Transport, index: int) -> PolicyWorker:
-    server = transport.acting_server("policy", index)
-    return PolicyWorker({"policy": AffinePolicy()}, {"policy": server}, transport.reader())
+def make_policy_worker(transport: Streams, index: int) -> PolicyWorker:
+    return PolicyWorker({"policy": AffinePolicy()}, transport.end("worker", index))
 
 
 def stream_spec(workers: int, actors: int = 2, ring: int = 2) -> StreamSpec:
@@ -74,14 +70,8 @@ def stream_spec(workers: int, actors: int = 2, ring: int = 2) -> StreamSpec:
         ring=ring,
         steps=STEPS,
         layouts={"policy": layout_of(AffinePolicy(), CountingEnvironment(SLOTS), SLOTS)},
-        weights={"policy": {"bias": ArraySpec(shape=(1,), dtype="int64")}},
+        weights={"policy": record_of({"bias": np.zeros(1, np.int64)})},
         workers=workers,
-    )
-
-
-def transport_of(kind: str, spec: StreamSpec) -> Transport:
-    return (
-        SocketTransport(spec) if kind == "tcp" else MemoryTransport(spec, is_shared=kind == "shared_memory")
     )
 
 
@@ -93,13 +83,13 @@ def backend() -> Iterator[Backend]:
     made.close()
 
 
-def streamed(style: str, backend: Backend, transport: Transport, learner: AddingLearner) -> StreamSystem:
+def streamed(style: str, backend: Backend, transport: Streams, learner: AddingLearner) -> StreamSystem:
     actors: WorkerSet[Actor] = WorkerSet(backend, "actors", partial(make_actor, transport, style == "actor"))
     workers = (
         WorkerSet(backend, "policies", partial(make_policy_worker, transport)) if style == "policy" else None
     )
     server = (
-        PolicyWorker({"policy": learner.policy}, {"policy": transport.acting_server("policy", 0)})
+        PolicyWorker({"policy": learner.policy}, transport.end("worker", 0), refreshes=False)
         if style == "trainer"
         else None
     )
@@ -107,7 +97,7 @@ def streamed(style: str, backend: Backend, transport: Transport, learner: Adding
         transport,
         actors,
         {"policy": learner},
-        policy_workers=workers,
+        others=[workers] if workers is not None else [],
         server=server,
         budget_s=0.5,  # type: ignore[dict-item]
     )
@@ -169,11 +159,11 @@ def test_an_unknown_mode_and_a_missing_learner_are_named(backend: Backend) -> No
 
 
 @pytest.mark.parametrize("style", ["actor", "policy", "trainer"])
-@pytest.mark.parametrize("kind", ["inline", "shared_memory", "tcp"])
+@pytest.mark.parametrize("kind", ["shared_memory", "tcp"])
 def test_rounds_by_streams_are_those_by_calls(backend: Backend, style: str, kind: str) -> None:
     learner = AddingLearner()
     workers = {"actor": 0, "policy": 2, "trainer": 1}[style]
-    transport = transport_of(kind, stream_spec(workers))
+    transport = open_streams(kind, stream_spec(workers))
     system = streamed(style, backend, transport, learner)
     system.reset(3)
     for number, fragment in enumerate(islice(system.rollouts("bulk_sync"), 6)):
@@ -188,9 +178,10 @@ def test_rounds_by_streams_are_those_by_calls(backend: Backend, style: str, kind
 
 
 @pytest.mark.parametrize("style", ["actor", "policy", "trainer"])
-def test_fragments_come_as_they_are_made(backend: Backend, style: str) -> None:
+@pytest.mark.parametrize("kind", ["shared_memory", "tcp"])
+def test_fragments_come_as_they_are_made(backend: Backend, style: str, kind: str) -> None:
     learner = AddingLearner()
-    transport = MemoryTransport(stream_spec({"actor": 0, "policy": 2, "trainer": 1}[style]), is_shared=False)
+    transport = open_streams(kind, stream_spec({"actor": 0, "policy": 2, "trainer": 1}[style]))
     system = streamed(style, backend, transport, learner)
     last = -1
     for fragment in islice(system.rollouts("async"), 30):
@@ -241,7 +232,7 @@ def test_a_killed_worker_stops_no_other(
     processes: Backend, style: str, victim: str, workers: int, kind: str
 ) -> None:
     learner = AddingLearner()
-    transport = transport_of(kind, stream_spec(workers))
+    transport = open_streams(kind, stream_spec(workers))
     system = streamed(style, processes, transport, learner)
     hit = system._polled[victim == "policies"]
     killed = hit.workers.submit(0, process_id).read()
