@@ -30,7 +30,7 @@ class FlatLearner(Generic[N]):
     Args:
         network: everything that is trained.
         make_policy: makes the policy that acts with the network.
-        settings: settings with ``lr`` and ``max_gradient_norm``.
+        settings: settings with ``lr``, ``anneal_updates`` and ``max_gradient_norm``.
         eps: added to the deviations in Adam.
         ranks: trainer ranks; gradients are summed over them.
     """
@@ -123,6 +123,9 @@ class FlatLearner(Generic[N]):
             )
         if norm > self._settings.max_gradient_norm:
             self._gradient.mul_(self._settings.max_gradient_norm / (norm + 1e-6))
+        settings = self._settings
+        left = 1.0 - self.version / settings.anneal_updates if settings.anneal_updates else 1.0
+        self._optimizer.param_groups[0]["lr"] = settings.lr * max(left, 0.0)
         self._optimizer.step()
         return norm
 

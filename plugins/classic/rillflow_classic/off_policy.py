@@ -35,6 +35,9 @@ class OffPolicyConfig(Section):
     """Settings that DQN, Ape-X and SAC share."""
 
     lr: float = Field(1e-3, gt=0, description="Learning rate of Adam.")
+    anneal_updates: int = Field(
+        0, ge=0, description="Updates over which the learning rate falls linearly to 0; 0 keeps it."
+    )
     gamma: float = Field(0.99, ge=0, le=1, description="Discount.")
     num_steps: int = Field(1, ge=1, le=255, description="Rewards in a target before the value, n.")
     batch_size: int = Field(64, ge=1, description="Transitions of an update.")

@@ -185,13 +185,6 @@ class OnPolicyLearner(FlatLearner[ActorCritic]):
         logprobs = as_tensor(data.outputs["logprobs"])
         return Estimates(logprobs=logprobs, advantages=advantages, returns=advantages + values[:-1])
 
-    def _step(self, terms: Mapping[str, float] | None = None) -> float:
-        """See FlatLearner; the learning rate falls with the updates."""
-        settings = self._settings
-        left = 1.0 - self.version / settings.anneal_updates if settings.anneal_updates else 1.0
-        self._optimizer.param_groups[0]["lr"] = settings.lr * max(left, 0.0)
-        return super()._step(terms)
-
     def _minibatches(self, experience: _Experience) -> list[Tensor]:
         """Return this rank's part of every minibatch: rows t * N + n, or slots n with an LSTM.
 

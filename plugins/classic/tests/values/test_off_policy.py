@@ -223,11 +223,20 @@ def test_applied_gradients_are_an_update() -> None:
     assert one.version == other.version == 1
 
 
+def test_the_learning_rate_falls_linearly_to_0() -> None:
+    learner, steps = dqn(anneal_updates=4), []
+    for _ in range(5):
+        before = learner._flat.detach().clone()
+        learner.update(batch())
+        steps.append(float((learner._flat.detach() - before).abs().max()))
+    assert steps[0] > steps[3] > steps[4] == 0
+
+
 def test_a_reward_that_is_not_finite_leaves_the_weights() -> None:
     learner, data = dqn(), batch()
     before = learner.weights()
     data.returns[3] = np.nan
-    with pytest.raises(NotFiniteError, match="norm of the gradient is nan in update 0"):
+    with pytest.raises(NotFiniteError, match="update 0: the norm of the gradient is nan"):
         learner.update(data)
     assert all(np.array_equal(value, before[name]) for name, value in learner.weights().items())
 
