@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from rillflow.config.schema import Section
 from rillflow.errors import NotFiniteError
 from rillflow.runs.json_lines import JSON
 from rillflow.workers.collectives import Ranks, SingleRank
@@ -24,13 +26,24 @@ from rillflow_classic.policy import ActorPolicy, Weights
 N = TypeVar("N", bound=nn.Module)
 
 
+class LearnerConfig(Section):
+    """Settings of all learners with gradients."""
+
+    lr: float = Field(1e-3, gt=0, description="Learning rate of Adam.")
+    anneal_updates: int = Field(
+        0, ge=0, description="Updates over which the learning rate falls linearly to 0; 0 keeps it."
+    )
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount.")
+    max_gradient_norm: float = Field(10.0, gt=0, description="Norm to which larger gradients are scaled.")
+
+
 class FlatLearner(Generic[N]):
     """What all learners with gradients share: the optimiser, the weights and the state.
 
     Args:
         network: everything that is trained.
         make_policy: makes the policy that acts with the network.
-        settings: settings with ``lr``, ``anneal_updates`` and ``max_gradient_norm``.
+        settings: a ``LearnerConfig``.
         eps: added to the deviations in Adam.
         ranks: trainer ranks; gradients are summed over them.
     """

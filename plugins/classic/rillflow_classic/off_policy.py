@@ -18,11 +18,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from rillflow.config.schema import Section
 from rillflow.records.metrics import Mean, Metric, Metrics, merge_metrics
 from rillflow.runs.json_lines import JSON
 from rillflow_classic.algorithm import LearnerInputs, System
-from rillflow_classic.flat_learner import FlatLearner, N, under
+from rillflow_classic.flat_learner import FlatLearner, LearnerConfig, N, under
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.flat import flattened
 from rillflow_classic.on_policy import fragment_metrics
@@ -31,21 +30,15 @@ from rillflow_classic.policy import ActorPolicy
 from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Space, Transitions
 
 
-class OffPolicyConfig(Section):
+class OffPolicyConfig(LearnerConfig):
     """Settings that DQN, Ape-X and SAC share."""
 
-    lr: float = Field(1e-3, gt=0, description="Learning rate of Adam.")
-    anneal_updates: int = Field(
-        0, ge=0, description="Updates over which the learning rate falls linearly to 0; 0 keeps it."
-    )
-    gamma: float = Field(0.99, ge=0, le=1, description="Discount.")
     num_steps: int = Field(1, ge=1, le=255, description="Rewards in a target before the value, n.")
     batch_size: int = Field(64, ge=1, description="Transitions of an update.")
     updates: int = Field(32, ge=1, description="Updates after each fragment.")
     learning_starts: int = Field(
         1000, ge=1, description="Transitions before the first update; actions are random until then."
     )
-    max_gradient_norm: float = Field(10.0, gt=0, description="Norm to which larger gradients are scaled.")
     replay: ReplayConfig = ReplayConfig()
 
     @model_validator(mode="after")

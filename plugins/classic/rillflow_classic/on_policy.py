@@ -18,12 +18,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rillflow.config.schema import Section
 from rillflow.errors import TrainingError
 from rillflow.records.metrics import Mean, Metric, Metrics, Sum
 from rillflow.workers.collectives import Ranks
 from rillflow_classic.algorithm import LearnerInputs
-from rillflow_classic.flat_learner import FlatLearner
+from rillflow_classic.flat_learner import FlatLearner, LearnerConfig
 from rillflow_classic.formulas import gae, moments, scaled
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.acting import NetworkPolicy
@@ -35,14 +34,10 @@ TERMS = ("policy loss", "value loss", "entropy", "KL divergence", "clipped share
 """Sums over rows that every minibatch reports."""
 
 
-class OnPolicyConfig(Section):
+class OnPolicyConfig(LearnerConfig):
     """Settings that PPO and A2C share; the defaults are PPO's for small networks."""
 
     lr: float = Field(2.5e-4, gt=0, description="Learning rate of Adam.")
-    anneal_updates: int = Field(
-        0, ge=0, description="Updates over which the learning rate falls linearly to 0; 0 keeps it."
-    )
-    gamma: float = Field(0.99, ge=0, le=1, description="Discount.")
     lam: float = Field(0.95, ge=0, le=1, description="Lambda of the advantage estimates.")
     epochs: int = Field(4, gt=0, description="Passes over each fragment.")
     minibatches: int = Field(4, gt=0, description="Optimiser steps of each pass.")
