@@ -45,6 +45,7 @@ class FlatLearner(Generic[N]):
         make_policy: makes the policy that acts with the network.
         settings: a ``LearnerConfig``.
         eps: added to the deviations in Adam.
+        norm_eps: added to the norm of the gradient where it is scaled down.
         ranks: trainer ranks; gradients are summed over them.
     """
 
@@ -55,6 +56,7 @@ class FlatLearner(Generic[N]):
         settings: Any,
         *,
         eps: float = 1e-8,
+        norm_eps: float = 0.0,
         ranks: Ranks | None = None,
     ) -> None:
         self.network = network
@@ -63,7 +65,7 @@ class FlatLearner(Generic[N]):
         """See Learner."""
         self.ranks: Ranks = ranks or SingleRank()
         """Trainer ranks."""
-        self._settings = settings
+        self._settings, self._norm_eps = settings, norm_eps
         self._flat = flattened(network)  # before the policy, which keeps views of the parameters
         self.policy = make_policy(network)
         """See Learner."""
@@ -135,7 +137,7 @@ class FlatLearner(Generic[N]):
                 fix="look for rewards or observations that are NaN or huge, or lower algorithm.lr",
             )
         if norm > self._settings.max_gradient_norm:
-            self._gradient.mul_(self._settings.max_gradient_norm / (norm + 1e-6))
+            self._gradient.mul_(self._settings.max_gradient_norm / (norm + self._norm_eps))
         settings = self._settings
         left = 1.0 - self.version / settings.anneal_updates if settings.anneal_updates else 1.0
         self._optimizer.param_groups[0]["lr"] = settings.lr * max(left, 0.0)

@@ -97,9 +97,8 @@ class OnPolicyLearner(FlatLearner[ActorCritic]):
 
     def __init__(self, inputs: LearnerInputs, ranks: Ranks | None = None) -> None:
         network = build_network(inputs.network, inputs.observation_space, inputs.action_space, inputs.seed)
-        super().__init__(
-            network, partial(NetworkPolicy, seed=inputs.seed), inputs.settings, eps=1e-5, ranks=ranks
-        )
+        make_policy = partial(NetworkPolicy, seed=inputs.seed)
+        super().__init__(network, make_policy, inputs.settings, eps=1e-5, norm_eps=1e-6, ranks=ranks)
         self._seed = inputs.seed
         self._mlp = NumpyMLP(network) if NumpyMLP.fits(network) else None
 
