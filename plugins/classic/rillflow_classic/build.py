@@ -118,8 +118,12 @@ class Parts:
             action_space=spaces[1],
         )
 
-    def learners(self) -> dict[str, Learner]:
+    def learners(self, actor: int = 0, actors: int = 1) -> dict[str, Learner]:
         """Return new learners by policy; the same seed gives the same weights.
+
+        Args:
+            actor: index of the actor that acts with them.
+            actors: number of such actors.
 
         Raises:
             RillflowError: the network does not fit the spaces.
@@ -134,6 +138,8 @@ class Parts:
                     settings=self.settings,
                     seed=self.seed + place,
                     policy=name,
+                    actor=actor,
+                    actors=actors,
                 )
             )
             for place, name in enumerate(self.policies)
@@ -144,7 +150,9 @@ def make_actor(parts: Parts, streams: Streams | None, index: int) -> Actor:
     """Return actor ``index`` with its environments, its policies and its end of the streams."""
     workers = parts.workers
     ring = [make_environment(parts.environment, workers.slots, seed=parts.seed) for _ in range(workers.ring)]
-    learners = parts.learners() if streams is None or workers.inference == "actor" else {}
+    learners = {}
+    if streams is None or workers.inference == "actor":
+        learners = parts.learners(index, workers.actors)
     return Actor(
         ring,
         {name: learner.policy for name, learner in learners.items()},

@@ -135,8 +135,7 @@ class MamlLearner(OnPolicyLearner):
                 totals[:2] += terms.detach()
             totals[2] += self._step()
         metrics = merge_metrics(acted(before, after, self.version) for before, after in data)
-        self.version += 1
-        self.policy.version = self.version
+        self._count_update()
         named = zip(("loss", "entropy", "gradient_norm"), totals.tolist(), strict=True)
         return {**metrics, **{f"policy/{name}/mean": Mean(total=each, count=count) for name, each in named}}
 
