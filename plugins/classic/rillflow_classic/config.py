@@ -56,7 +56,8 @@ class ActorsConfig(Section):
     max_lag: int | None = Field(
         None,
         ge=0,
-        description="Updates after which a waiting fragment of a stream is dropped; left out, none is.",
+        description="Updates after which a waiting fragment of a stream is dropped; left out, none is. With "
+        "prefetch, a batch may be one update older when it is used.",
     )
     depth: int = Field(
         2,
