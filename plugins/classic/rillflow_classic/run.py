@@ -6,7 +6,8 @@
         └───────────────────────────────────────────────────────────────────────────────────────────┘
 
 After a checkpoint every environment begins anew with a seed of the run's seed and the step, and the plan is
-built anew, also in a run that is never stopped. So a resumed run makes the steps of an uninterrupted one.
+built anew, also in a run that is never stopped. So a resumed run makes the steps of an uninterrupted one. Plans
+that take fragments as they come depend on time: their episodes go on after a checkpoint.
 
 Loop (in the main thread)
     consumes      items of the plan
@@ -84,6 +85,7 @@ class ClassicLoop:
     def __init__(self, loaded: LoadedClassicRecipe, run: OpenRun) -> None:
         self._recipe, self._run, self._directory = loaded.recipe, run, run.directory
         self._name, self._steps = loaded.phase, loaded.steps
+        self._is_in_step = loaded.algorithm.is_in_step
         self._seed, self._evaluation = self._recipe.run.seed, self._recipe.evaluate
         if self._recipe.run.threads:
             torch.set_num_threads(self._recipe.run.threads)
@@ -107,6 +109,7 @@ class ClassicLoop:
         else:
             self._evaluate(0)
         self._run.interruption.stage, self._run.interruption.end = RunStage.TRAINING, ""
+        self._plan.reset(seed_of(self._seed, step))
         while step < self._steps:
             step = self._until_checkpoint(step)
         self._evaluate(step)
@@ -117,7 +120,6 @@ class ClassicLoop:
         """Make the steps from one checkpoint to the next, and return its step."""
         every, asked = self._recipe.run.checkpoint_every, self._run.interruption
         last = min(self._steps, kept - kept % every + every)
-        self._plan.reset(seed_of(self._seed, kept))
         for step in range(kept + 1, last + 1):
             self._step(step)
             if is_due(step, self._evaluation.every):
@@ -125,6 +127,8 @@ class ClassicLoop:
             if asked.requested and step < last:
                 raise self._stopped(step, kept)
         self._save(last)
+        if self._is_in_step and last < self._steps:
+            self._plan.reset(seed_of(self._seed, last))
         if asked.requested and last < self._steps:
             raise self._stopped(last, last)
         return last

@@ -42,5 +42,5 @@ def plan(system: Any, settings: A3CConfig) -> Iterable[Metrics]:
 
 
 ALGORITHM = ClassicAlgorithm(
-    name="a3c", config=A3CConfig, learner=OnPolicyLearner, plan=plan, calls_actors=True
+    name="a3c", config=A3CConfig, learner=OnPolicyLearner, plan=plan, is_in_step=False, calls_actors=True
 )

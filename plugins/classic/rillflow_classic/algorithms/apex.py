@@ -133,4 +133,6 @@ def pools(settings: ApexConfig) -> Mapping[str, int]:
     return {POOL: settings.shards}
 
 
-ALGORITHM = ClassicAlgorithm(name="apex", config=ApexConfig, learner=DQNLearner, plan=plan, pools=pools)
+ALGORITHM = ClassicAlgorithm(
+    name="apex", config=ApexConfig, learner=DQNLearner, plan=plan, is_in_step=False, pools=pools
+)

@@ -93,5 +93,10 @@ def plan(system: System, settings: ImpalaConfig) -> Iterator[Metrics]:
 
 
 ALGORITHM = ClassicAlgorithm(
-    name="impala", config=ImpalaConfig, learner=ImpalaLearner, plan=plan, sums_gradients=True
+    name="impala",
+    config=ImpalaConfig,
+    learner=ImpalaLearner,
+    plan=plan,
+    is_in_step=False,
+    sums_gradients=True,
 )

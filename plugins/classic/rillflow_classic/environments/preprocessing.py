@@ -45,10 +45,10 @@ class RunningMoments:
 
     @property
     def scale(self) -> NDArray[np.float32]:
-        """[...] 1 / standard deviation; 1 before the first two values."""
-        variance = self.squares / self.count if self.count > 1 else np.ones_like(self.squares)
-        scale: NDArray[np.float32] = (1.0 / np.sqrt(variance + _EPSILON)).astype(np.float32)
-        return scale
+        """[...] 1 / standard deviation; 1 while all values are equal."""
+        variance = self.squares / max(self.count, 1.0)
+        scale: NDArray[np.float32] = np.where(variance > 0, 1.0 / np.sqrt(variance + _EPSILON), 1.0)
+        return scale.astype(np.float32)
 
     def add(self, values: NDArray[Any]) -> None:
         """Add values [B, ...]; a third of the time of Gymnasium's RunningMeanStd."""
