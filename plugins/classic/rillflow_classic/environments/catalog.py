@@ -2,6 +2,7 @@
 
 "CartPole-v1", "Pong-v5" ─────────> EnvPool, or Gymnasium where EnvPool lacks it or the recipe says so
 "MultiAgentCartPole-v0" ──────────> an environment of this package
+"MinAtar/Breakout-v1" ────────────> a game of MinAtar
 "game.py:Game", "package:Class" ──> a class: gymnasium.Env, or PettingZoo's parallel form
 """
 
@@ -26,6 +27,7 @@ from rillflow.rewards.function import parse_function
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.envpool_adapter import envpool_ids
 from rillflow_classic.environments.lanes import GymnasiumLane, Lane, ParallelLane
+from rillflow_classic.environments.minatar_adapter import GAMES, minatar_game
 
 SHIPPED = {
     "MultiAgentCartPole-v0": "rillflow_classic.environments.multi_agent_cartpole:MultiAgentCartPole",
@@ -82,13 +84,15 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
         return CatalogEntry(provider=found.get(config.provider, config.provider), name=name, make=make)
     pools = envpool_ids() if config.provider in ("auto", "envpool") and not module else frozenset()
     ids = gymnasium_ids() if config.provider in ("auto", "gymnasium") else frozenset()
+    if config.provider in ("auto", "gymnasium") and (game := minatar_game(config.id)):
+        return CatalogEntry(provider="gymnasium", name=config.id, make=game)
     plain = name.removeprefix(ATARI)
     if plain in pools:
         return CatalogEntry(provider="envpool", name=plain)
     if there := [each for each in (name, ATARI + plain) if each in ids]:
         return CatalogEntry(provider="gymnasium", name=there[0])
     shipped = SHIPPED if config.provider in ("auto", "parallel") else ()
-    spelled = {each.lower(): each for each in (*shipped, *pools, *ids)}
+    spelled = {each.lower(): each for each in (*shipped, *pools, *ids, *(GAMES if ids else ()))}
     close = difflib.get_close_matches(config.id.lower(), spelled, n=1)
     raise ConfigError(
         f"environment.id is {config.id!r}",

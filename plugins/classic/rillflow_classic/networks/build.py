@@ -29,11 +29,13 @@ from rillflow_classic.networks.distributions import CategoricalActions, Distribu
 
 Space = gymnasium.Space[Any]
 
-NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
-"""Channels, kernel and stride of each convolution (Mnih et al. 2015)."""
-NATURE_FEATURES = 512
-SMALLEST_FRAME = 36
-"""Smallest height and width that the convolutions take."""
+Layers = tuple[tuple[int, int, int], ...]
+"""Channels, kernel and stride of each convolution."""
+CNNS: dict[int, tuple[Layers, int]] = {
+    36: (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),  # Mnih et al. 2015
+    3: (((16, 3, 1),), 128),  # MinAtar (Young and Tian, arXiv 1903.03176)
+}
+"""Convolutions and features by the smallest height and width that they take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +213,8 @@ def build_network(
     continuous = isinstance(distribution, GaussianActions)
     with torch.device("meta"):  # no default weights: they would draw from torch's global generator
         if config.kind == "cnn" or (frames and config.kind in ("auto", "lstm")):
-            trunks, features = [_nature(observation_space, config.precision)], NATURE_FEATURES
+            trunk, features = _cnn(observation_space, config.precision)
+            trunks: list[nn.Module] = [trunk]
         else:
             count = 1 if config.shared or lstm_size else 2
             trunks = [_mlp(config.hidden, config.activation, observation_space) for _ in range(count)]
@@ -276,7 +279,8 @@ def _mlp(hidden: Sequence[int], activation: ActivationName, space: Space) -> nn.
     return nn.Sequential(*layers)
 
 
-def _nature(space: Space, precision: str) -> nn.Sequential:
+def _cnn(space: Space, precision: str) -> tuple[CNN, int]:
+    """Return the convolutions for frames of this size, and the number of their features."""
     if not is_frames(space):
         raise ConfigError(
             f"the observation space {space} does not fit a cnn",
@@ -286,18 +290,21 @@ def _nature(space: Space, precision: str) -> nn.Sequential:
     assert space.shape is not None
     channels_last = space.shape[2] <= 4 < space.shape[0]
     channels, height, width = space.shape if not channels_last else (space.shape[2], *space.shape[:2])
-    if min(height, width) < SMALLEST_FRAME:
+    fitting = [cnn for size, cnn in CNNS.items() if size <= min(height, width)]
+    if not fitting:
         raise ConfigError(
-            f"frames of shape {list(space.shape)} are too small for the cnn",
-            why=f"its convolutions need at least {SMALLEST_FRAME} x {SMALLEST_FRAME} pixels",
+            f"frames of shape {list(space.shape)} are too small for a cnn",
+            why=f"convolutions need at least {min(CNNS)} x {min(CNNS)} pixels",
             fix='set network.kind to "mlp", or enlarge the frames',
         )
+    convolutions, features = fitting[0]
     layers: list[nn.Module] = [Frames(channels_last)]
-    for size, kernel, stride in NATURE_LAYERS:
+    for size, kernel, stride in convolutions:
         layers += [nn.Conv2d(channels, size, kernel, stride), nn.ReLU()]
         channels, height, width = size, (height - kernel) // stride + 1, (width - kernel) // stride + 1
-    linear = nn.Linear(channels * height * width, NATURE_FEATURES)
-    return CNN(*layers, nn.Flatten(), linear, nn.ReLU(), is_bfloat16=precision == "bfloat16")
+    linear = nn.Linear(channels * height * width, features)
+    cnn = CNN(*layers, nn.Flatten(), linear, nn.ReLU(), is_bfloat16=precision == "bfloat16")
+    return cnn, features
 
 
 @torch.no_grad()
