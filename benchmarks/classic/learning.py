@@ -53,7 +53,7 @@ PEERS = Path(__file__).parent / "peers"
 COMMAND = "import sys; from rillflow.cli.main import main; sys.exit(main())"
 RETURN = "episode/return/mean"
 EPISODES = 20
-"""Greedy episodes of an evaluation."""
+"""Greedy episodes of a peer's evaluation, as in the recipes of CartPole."""
 
 SB3_DQN = {
     "workers": ("slots=1", "steps=256"),
@@ -158,6 +158,7 @@ CASES = [
     Case(name="apex_cartpole", recipe="apex_cartpole", threshold=475),
     Case(name="ppo_population", recipe="ppo_population", threshold=475, note="best of four members"),
     Case(name="two_trainers", recipe="two_trainers", threshold=150),
+    Case(name="ppo_minatar", recipe="ppo_minatar", threshold=10),
     Case(name="sac_pendulum", recipe="sac_pendulum", threshold=-200),
     Case(name="maml_point", recipe="maml_point", last_steps=10, note="after one step of adaptation"),
     Case(
