@@ -318,8 +318,8 @@ def lines_of(cases: Sequence[Case], done: Sequence[Learnt], options: argparse.Na
         f"{versions}. How: `benchmarks/classic/learning.py`.",
         "",
         "Return: interquartile mean over seeds and its 95% interval of the stratified bootstrap (rliable), "
-        "of the greedy episodes at the end (20; 64 of MinAtar), then of the best evaluation of each run. Frames "
-        "are environment steps. Reached: seeds whose last evaluation is at or above the threshold.",
+        "of the greedy episodes at the end (20; 64 of MinAtar), then of the best evaluation of each run. "
+        "Frames are environment steps. Reached: seeds whose last evaluation is at or above the threshold.",
         "",
         "| row | settings | frames | return at the end | each seed | best evaluation | threshold | reached |",
         "|---|---|---|---|---|---|---|---|",
