@@ -22,7 +22,7 @@ from rillflow.records.metrics import Metric, Metrics, mean_of
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, System
 from rillflow_classic.fragment import Array
 from rillflow_classic.networks.acting import NetworkPolicy
-from rillflow_classic.networks.build import ActorCritic, build_network, start_uniform
+from rillflow_classic.networks.build import ActorCritic, build_network
 from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, tensors_of, train_from_replay
 from rillflow_classic.policy import Acted
 from rillflow_classic.replay import Transitions
@@ -76,7 +76,6 @@ class DQNLearner(OffPolicyLearner[ActorCritic]):
 
     def __init__(self, inputs: LearnerInputs) -> None:
         network = build_network(inputs.network, inputs.observation_space, inputs.action_space, inputs.seed)
-        start_uniform(network, inputs.seed)
         super().__init__(inputs, network, EpsilonGreedy)
 
     def loss(self, batch: Transitions[Array]) -> tuple[Tensor, dict[str, Metric]]:

@@ -317,18 +317,3 @@ def _initialise(network: ActorCritic, generator: torch.Generator) -> None:
                 nn.init.orthogonal_(parameter, gain, generator)
             else:
                 parameter.zero_()
-
-
-@torch.no_grad()
-def start_uniform(network: nn.Module, seed: int) -> None:
-    """Draw weights and biases of linear and convolutional layers, uniform in +-1 / sqrt(inputs).
-
-    Values learn more steadily from these than from orthogonal weights, whose larger features make the steps
-    of the last layer larger.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for module in network.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            bound = module.weight[0].numel() ** -0.5
-            for parameter in module.parameters():
-                parameter.uniform_(-bound, bound, generator=generator)

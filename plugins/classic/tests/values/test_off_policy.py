@@ -81,16 +81,6 @@ def test_the_loss_of_dqn_is_that_of_a_loop(double: bool, dueling: bool) -> None:
     assert float(loss.detach()) == pytest.approx(total / 16, rel=1e-5)
 
 
-def test_the_weights_of_dqn_start_uniform_and_follow_from_the_seed() -> None:
-    first, again = dqn().network, dqn().network
-    for module in (first.policy_head, first.trunks[0][1]):
-        bound = module.in_features**-0.5
-        assert 0.5 * bound < float(module.weight.detach().abs().max()) <= bound
-        assert bool(module.bias.detach().any())
-    pairs = zip(first.parameters(), again.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-
-
 def test_the_target_network_is_copied_every_so_many_updates() -> None:
     learner = dqn(target_every=3)
     first = [each.clone() for each in learner.network.parameters()]
