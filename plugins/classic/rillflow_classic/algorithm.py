@@ -36,6 +36,10 @@ class LearnerInputs:
     """Seed of its first weights and of its random numbers."""
     policy: str = "policy"
     """Name of the policy."""
+    actor: int = 0
+    """Index of the actor that acts with it."""
+    actors: int = 1
+    """Number of actors that each act with a copy."""
 
 
 class System(Protocol):

@@ -109,8 +109,12 @@ class Parts:
             action_space=spaces[1],
         )
 
-    def learners(self) -> dict[str, Learner]:
+    def learners(self, actor: int = 0, actors: int = 1) -> dict[str, Learner]:
         """Return new learners by policy; the same seed gives the same weights.
+
+        Args:
+            actor: index of the actor that acts with them.
+            actors: number of such actors.
 
         Raises:
             RillflowError: the network does not fit the spaces.
@@ -125,6 +129,8 @@ class Parts:
                     settings=self.settings,
                     seed=self.seed + place,
                     policy=name,
+                    actor=actor,
+                    actors=actors,
                 )
             )
             for place, name in enumerate(self.policies)
@@ -140,7 +146,7 @@ def make_actor(parts: Parts, transport: Transport | None, index: int) -> Actor:
     workers = parts.workers
     ring = [make_environment(parts.environment, workers.slots, seed=parts.seed) for _ in range(workers.ring)]
     is_apart = transport is not None and workers.inference != "actor"
-    learners = {} if is_apart else parts.learners()
+    learners = {} if is_apart else parts.learners(index, workers.actors)
     return Actor(
         ring,
         {name: learner.policy for name, learner in learners.items()},

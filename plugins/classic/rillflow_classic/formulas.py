@@ -28,7 +28,9 @@ class Corrected:
     targets: Tensor
     """[T, N] targets of the value function; the value itself in rows that only reset."""
     advantages: Tensor
-    """[T, N] advantages of the policy gradient, already weighted."""
+    """[T, N] advantages of the policy that is trained."""
+    weights: Tensor
+    """[T, N] rho(t), the factors of the advantages in the policy gradient."""
 
 
 def gae(
@@ -117,8 +119,11 @@ def v_trace(
     """Return V-trace targets and advantages (Espeholt et al., arXiv 1802.01561, equation 1, section 4.2).
 
     v(t) = V(t) + rho(t) delta(t) + gamma c(t) (1 - ended(t)) (v(t + 1) - V(t + 1))
-    A(t) = rho(t) (r(t) + gamma (1 - terminated(t)) v(t + 1) - V(t))
+    A(t) = r(t) + gamma (1 - terminated(t)) v(t + 1) - V(t)
     rho = min(clip_rho, pi / mu), c = lambda min(clip_c, pi / mu); pi is trained, mu acted.
+
+    The policy gradient is that of rho(t) A(t) log pi. The two come apart, because advantages are normalised
+    before they are weighted: otherwise the shift would give rows of weight 0 a gradient.
 
     If pi = mu and lambda = 1, v is the return of all steps and A is ``gae`` with lambda = 1.
 
@@ -154,8 +159,8 @@ def v_trace(
     corrections = _accumulated(deltas, gamma * c * _goes_on(values, terminated, truncated, valid))
     targets = values[:-1] + corrections
     later = torch.cat([targets[1:], values[-1:]])
-    advantages = rho * (rewards + gamma * torch.where(terminated, 0.0, later) - values[:-1])
-    return Corrected(targets=targets, advantages=torch.where(valid, advantages, 0.0))
+    advantages = rewards + gamma * torch.where(terminated, 0.0, later) - values[:-1]
+    return Corrected(targets=targets, advantages=torch.where(valid, advantages, 0.0), weights=rho)
 
 
 def normalised(advantages: Tensor, valid: Tensor) -> Tensor:

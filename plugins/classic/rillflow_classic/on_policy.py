@@ -4,50 +4,40 @@ Fragment ─ values, GAE ─> advantages, returns ─ epochs x minibatches ─> 
                                                                                          v
 weights <─ Adam <─ clip by norm <─ sum over trainer ranks <────────────────── one flat gradient
 
-All parameters are views of one tensor and all gradients of another. So the optimiser, the clipping and the
-sum over ranks are single calls, without a loop over parameters.
-
 Legend: T steps, N slots, B rows of a minibatch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from rillflow.config.schema import Section
-from rillflow.errors import NotFiniteError, TrainingError
+from rillflow.errors import TrainingError
 from rillflow.records.metrics import Mean, Metric, Metrics, Sum
-from rillflow.runs.json_lines import JSON
-from rillflow.workers.collectives import Ranks, SingleRank
+from rillflow.workers.collectives import Ranks
 from rillflow_classic.algorithm import LearnerInputs
+from rillflow_classic.flat_learner import FlatLearner, LearnerConfig
 from rillflow_classic.formulas import gae, moments, scaled
 from rillflow_classic.fragment import Array, Fragment
-from rillflow_classic.networks.acting import NetworkPolicy, weights_of
-from rillflow_classic.networks.build import build_network
+from rillflow_classic.networks.acting import NetworkPolicy
+from rillflow_classic.networks.build import ActorCritic, build_network
 from rillflow_classic.networks.distributions import Floats
-from rillflow_classic.networks.flat import flattened, views
 from rillflow_classic.networks.passes import ForwardPass, NumpyMLP, TorchPass
-from rillflow_classic.policy import ActorPolicy, Weights
 
 TERMS = ("policy loss", "value loss", "entropy", "KL divergence", "clipped share")
 """Sums over rows that every minibatch reports."""
 
 
-class OnPolicyConfig(Section):
+class OnPolicyConfig(LearnerConfig):
     """Settings that PPO and A2C share; the defaults are PPO's for small networks."""
 
     lr: float = Field(2.5e-4, gt=0, description="Learning rate of Adam.")
-    anneal_updates: int = Field(
-        0, ge=0, description="Updates over which the learning rate falls linearly to 0; 0 keeps it."
-    )
-    gamma: float = Field(0.99, ge=0, le=1, description="Discount.")
     lam: float = Field(0.95, ge=0, le=1, description="Lambda of the advantage estimates.")
     epochs: int = Field(4, gt=0, description="Passes over each fragment.")
     minibatches: int = Field(4, gt=0, description="Optimiser steps of each pass.")
@@ -96,7 +86,7 @@ class Estimates:
     """Metrics that replace those of the minibatches."""
 
 
-class OnPolicyLearner:
+class OnPolicyLearner(FlatLearner[ActorCritic]):
     """The learner of PPO (Schulman et al., arXiv 1707.06347).
 
     Args:
@@ -106,20 +96,12 @@ class OnPolicyLearner:
     """
 
     def __init__(self, inputs: LearnerInputs, ranks: Ranks | None = None) -> None:
-        self.version = 0
-        self.ranks: Ranks = ranks or SingleRank()
-        """Trainer ranks."""
-        self.network = build_network(
-            inputs.network, inputs.observation_space, inputs.action_space, inputs.seed
+        network = build_network(inputs.network, inputs.observation_space, inputs.action_space, inputs.seed)
+        super().__init__(
+            network, partial(NetworkPolicy, seed=inputs.seed), inputs.settings, eps=1e-5, ranks=ranks
         )
-        """The network."""
-        self._settings: OnPolicyConfig = inputs.settings
         self._seed = inputs.seed
-        self._flat = flattened(self.network)  # before the policy, which keeps views of the parameters
-        self._mlp = NumpyMLP(self.network) if NumpyMLP.fits(self.network) else None
-        self.policy: ActorPolicy = NetworkPolicy(self.network, inputs.seed)
-        self.policy.version = 0
-        self._optimizer = torch.optim.Adam([self._flat], lr=self._settings.lr, eps=1e-5, fused=True)
+        self._mlp = NumpyMLP(network) if NumpyMLP.fits(network) else None
 
     def update(self, data: Fragment) -> Metrics:
         """Take all optimiser steps on a fragment.
@@ -136,10 +118,9 @@ class OnPolicyLearner:
         for part, count in zip(parts, counts, strict=True):
             if count:
                 terms = self._backward(experience, part, count)
-                norms.append(self._step(terms))
+                norms.append(self._step(dict(zip(TERMS, terms.tolist(), strict=True))))
                 totals += terms
-        self.version += 1
-        self.policy.version = self.version
+        self._count_update()
         passed = self._settings.epochs * float(experience.valid.sum())
         found = _metrics(totals, passed, norms) | fragment_metrics(data, self.version - 1)
         return found | dict(experience.metrics)
@@ -152,50 +133,9 @@ class OnPolicyLearner:
         if not self.network.lstm_size:
             part = part[experience.valid.flatten()]
         terms = self._backward(experience, part, self._counts(experience, [part])[0])
-        copies = views(self._gradient.clone(), self.network.parameters())
         passed = float(experience.valid.sum())
         found = _metrics(terms, passed, []) | fragment_metrics(data, self.version)
-        return copies, found | dict(experience.metrics)
-
-    def apply(self, gradients: list[Tensor]) -> None:
-        """Take one optimiser step with given gradients.
-
-        Raises:
-            NotFiniteError: a gradient is not finite; the weights stay.
-        """
-        torch.cat([each.flatten() for each in gradients], out=self._gradient)
-        self._step()
-        self.version += 1
-        self.policy.version = self.version
-
-    def weights(self) -> Weights:
-        """Return a copy of all weights."""
-        return weights_of(self.network)
-
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
-        """Return weights, moments of Adam and the number of updates; random numbers follow from them."""
-        tensors = {f"network.{name}": value.clone() for name, value in self.network.state_dict().items()}
-        optimizer = self._optimizer.state[self._flat]
-        tensors |= {f"optimizer.{name}": value.clone() for name, value in optimizer.items()}
-        return tensors, {"version": self.version}
-
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
-        """Restore what ``state`` returned."""
-        found: dict[str, dict[str, Tensor]] = {"network": {}, "optimizer": {}}
-        for name, value in tensors.items():
-            area, _, rest = name.partition(".")
-            found[area][rest] = value
-        self.network.load_state_dict(found["network"])
-        adam = {name: value.clone() for name, value in found["optimizer"].items()}
-        self._optimizer.state[self._flat] = adam
-        version = state["version"]
-        assert isinstance(version, int)
-        self.version = self.policy.version = version
-
-    @property
-    def _gradient(self) -> Tensor:
-        assert self._flat.grad is not None
-        return self._flat.grad
+        return self._copied_gradients(), found | dict(experience.metrics)
 
     @torch.no_grad()
     def _experience(self, data: Fragment) -> _Experience:
@@ -317,30 +257,6 @@ class OnPolicyLearner:
         output = self.network.unroll(experience.observations[:, part], state, starts)
         actions, columns = (each[:, part].flatten(0, 1)[kept].numpy() for each in fields)
         return TorchPass(output, self._gradient, kept), actions, columns
-
-    def _step(self, terms: Tensor | None = None) -> float:
-        """Sum the gradient over ranks, scale it down, and step. Returns its norm before.
-
-        Raises:
-            NotFiniteError: the gradient is not finite; the weights stay.
-        """
-        self.ranks.sum_([self._gradient])
-        norm = float(torch.linalg.vector_norm(self._gradient))
-        if not math.isfinite(norm):
-            sums = [] if terms is None else zip(TERMS, terms.tolist(), strict=True)
-            culprits = [f"{name} is {value}" for name, value in sums if not math.isfinite(value)]
-            raise NotFiniteError(
-                f"update {self.version}: {', '.join(culprits) or f'the norm of the gradient is {norm}'}",
-                why="a step with it would destroy the weights; they are those before the minibatch",
-                fix="look for rewards or observations that are NaN or huge, or lower algorithm.lr",
-            )
-        if norm > self._settings.max_gradient_norm:
-            self._gradient.mul_(self._settings.max_gradient_norm / (norm + 1e-6))
-        settings, group = self._settings, self._optimizer.param_groups[0]
-        left = 1.0 - self.version / settings.anneal_updates if settings.anneal_updates else 1.0
-        group["lr"] = settings.lr * max(left, 0.0)
-        self._optimizer.step()
-        return norm
 
 
 def as_tensor(array: Array) -> Tensor:

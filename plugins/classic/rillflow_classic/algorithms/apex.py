@@ -4,9 +4,9 @@
     replay    batches of the shards as they come ─> queue
     learn     queue ─> update of DQN ─> priorities to the batch's shard ─> new weights for all actors
 
-The three flows run concurrently. Slot i of the N slots of an actor takes random actions with probability
-epsilon^(1 + 7 i / (N - 1)), for ever: so some slots explore and some act almost greedily (the paper has one
-epsilon for each actor). The loss is that of DQN.
+The three flows run concurrently. Slot i of the N slots of all actors takes random actions with probability
+epsilon^(1 + 7 i / (N - 1)), for ever: so some slots explore and some act almost greedily. In the paper every
+actor has one slot. The loss is that of DQN.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ class ApexConfig(QConfig):
     publish_every: int = Field(16, ge=1, description="Updates between new weights for the actors.")
     replay: ReplayConfig = ReplayConfig(capacity=100_000, priority_exponent=0.6)
 
-    def epsilons(self, version: int, num_slots: int) -> Array:
-        """Return the share of random actions of every slot, [N]."""
+    def epsilons(self, version: int, num_slots: int, actor: int = 0, actors: int = 1) -> Array:
+        """Return the share of random actions of every slot of an actor, [N]."""
         del version
-        ladder = 1 + self.ladder * np.arange(num_slots) / max(num_slots - 1, 1)
+        slots = actor * num_slots + np.arange(num_slots)
+        ladder = 1 + self.ladder * slots / max(actors * num_slots - 1, 1)
         found: Array = np.power(self.epsilon_first, ladder)
         return found
 

@@ -41,8 +41,9 @@ class QConfig(OffPolicyConfig):
     epsilon_last: float = Field(0.05, ge=0, le=1, description="Share of random actions at last.")
     epsilon_updates: int = Field(5000, ge=1, description="Updates in which that share falls.")
 
-    def epsilons(self, version: int, num_slots: int) -> Array:
-        """Return the share of random actions of every slot, [N], after some updates."""
+    def epsilons(self, version: int, num_slots: int, actor: int = 0, actors: int = 1) -> Array:
+        """Return the share of random actions of every slot of an actor, [N], after some updates."""
+        del actor, actors
         passed = min(max(version, 0) / self.epsilon_updates, 1.0)
         return np.full(num_slots, self.epsilon_first + passed * (self.epsilon_last - self.epsilon_first))
 
@@ -56,7 +57,7 @@ class EpsilonGreedy(NetworkPolicy):
 
     def __init__(self, network: ActorCritic, inputs: LearnerInputs) -> None:
         super().__init__(network, inputs.seed)
-        self._settings = inputs.settings
+        self._inputs, self._settings = inputs, inputs.settings
 
     def act(self, observations: Array, state: Array | None = None, *, greedy: bool = False) -> Acted:
         """See ActorPolicy; ``outputs`` holds Q of the action, ``chosen``, and of the best one, ``best``."""
@@ -65,7 +66,8 @@ class EpsilonGreedy(NetworkPolicy):
         rows, actions = np.arange(len(q)), q.argmax(1)
         best = q[rows, actions]
         if not greedy:
-            epsilons = self._settings.epsilons(self.version, len(rows))
+            place = self._inputs.actor, self._inputs.actors
+            epsilons = self._settings.epsilons(self.version, len(rows), *place)
             others = self._generator.integers(q.shape[1], size=len(rows))
             actions = np.where(self._generator.random(len(rows)) < epsilons, others, actions)
         return Acted(actions=actions, outputs={"chosen": q[rows, actions], "best": best}, state=state)

@@ -8,8 +8,7 @@
 
 It is A2C with the returns and advantages of V-trace. For fragments of the learner's own policy, pi = mu, and
 the gradient is that of A2C with n-step returns. The queue and ``num_async`` bound the age of a fragment;
-``actor/lag/mean`` is its age in updates. Advantages are normalised before they are weighted by rho: otherwise
-the shift would give rows of weight 0 a gradient.
+``actor/lag/mean`` is its age in updates.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from rillflow_classic.on_policy import Estimates, OnPolicyLearner, as_tensor, st
 from rillflow_classic.operators.iterators import concurrently, queue
 from rillflow_classic.operators.steps import join, report_metrics, train_one_step
 
-LEAST_WEIGHT = 1e-6
-"""Smallest factor of an advantage, by which it can be divided."""
 ROUNDING = 1e-4
 """Distance from a clip below which a weight does not count as clipped."""
 
@@ -70,16 +67,15 @@ class ImpalaLearner(OnPolicyLearner):
             clip_c=settings.clip_c,
             **steps,
         )
-        weights = torch.exp(logprobs - acted).clamp(LEAST_WEIGHT, settings.clip_rho)
         log_ratios = (logprobs - acted)[steps["valid"]]
         ratios = torch.exp(log_ratios)
         clipped = (ratios > settings.clip_rho + ROUNDING).sum()
         sums = {"approximate_kl/mean": (ratios - 1 - log_ratios).sum(), "clipped/share": clipped}
         return Estimates(
             logprobs=logprobs,
-            advantages=corrected.advantages / weights,
+            advantages=corrected.advantages,
             returns=corrected.targets,
-            weights=weights,
+            weights=corrected.weights,
             metrics={f"policy/{k}": Mean(total=float(v), count=len(ratios)) for k, v in sums.items()},
         )
 

@@ -182,8 +182,7 @@ class MamlLearner(OnPolicyLearner):
                 totals += terms.detach()
             norms += self._step()
         metrics = merge_metrics(self._acted(*pair) for pair in pairs)
-        self.version += 1
-        self.policy.version = self.version
+        self._count_update()
         names, count = ("loss", "entropy"), self._settings.epochs
         means = zip(names, totals.tolist(), strict=True)
         found = {f"policy/{name}/mean": Mean(total=total, count=count) for name, total in means}

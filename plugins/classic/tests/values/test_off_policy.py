@@ -118,6 +118,14 @@ def test_the_slots_of_apex_have_a_ladder_of_epsilons() -> None:
     assert ApexConfig().epsilons(0, 1) == pytest.approx([0.4])
 
 
+def test_every_actor_of_apex_has_its_own_epsilon() -> None:
+    """With one slot, those of the paper: epsilon^(1 + 7 i / (N - 1)) for actor i of N."""
+    found = [ApexConfig().epsilons(0, 1, actor, 4)[0] for actor in range(4)]
+    assert found == pytest.approx([0.4 ** (1 + 7 * i / 3) for i in range(4)])
+    whole = np.concatenate([ApexConfig().epsilons(0, 4, actor, 2) for actor in range(2)])
+    assert whole == pytest.approx(ApexConfig().epsilons(0, 8))
+
+
 def test_the_log_probability_of_sac_is_that_of_the_transformed_variable() -> None:
     actor, random = sac().network.actor, torch.Generator().manual_seed(0)
     actions, logprobs = actor.sample(torch.randn(50, 2, generator=random), random)
@@ -215,11 +223,20 @@ def test_applied_gradients_are_an_update() -> None:
     assert one.version == other.version == 1
 
 
+def test_the_learning_rate_falls_linearly_to_0() -> None:
+    learner, steps = dqn(anneal_updates=4), []
+    for _ in range(5):
+        before = learner._flat.detach().clone()
+        learner.update(batch())
+        steps.append(float((learner._flat.detach() - before).abs().max()))
+    assert steps[0] > steps[3] > steps[4] == 0
+
+
 def test_a_reward_that_is_not_finite_leaves_the_weights() -> None:
     learner, data = dqn(), batch()
     before = learner.weights()
     data.returns[3] = np.nan
-    with pytest.raises(NotFiniteError, match="norm of the gradient is nan in update 0"):
+    with pytest.raises(NotFiniteError, match="update 0: the norm of the gradient is nan"):
         learner.update(data)
     assert all(np.array_equal(value, before[name]) for name, value in learner.weights().items())
 

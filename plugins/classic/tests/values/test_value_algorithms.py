@@ -13,6 +13,7 @@ import pytest
 from plugins.classic.tests.values.opened import OpenedRecipe
 from rillflow.graph.drawing import as_text
 from rillflow.records.metrics import Metrics, merge_metrics
+from rillflow_classic.build import make_actor
 
 SMALL = {"batch_size": 32, "learning_starts": 64, "updates": 4}
 NETWORK = {"hidden": [32], "activation": "relu"}
@@ -113,6 +114,19 @@ def test_apex_runs_its_three_flows_in_processes() -> None:
         assert metrics["actor/steps/sum"].value > 64
         state = recipe.system.kept._objects["replay"].state()
         assert {name.split(".")[0] for name in state[0]} == {"0", "1"}
+
+
+def test_the_actors_of_apex_explore_with_their_own_epsilons() -> None:
+    """Half of the actions of actor 0 are random, and none of actor 1."""
+    with ExitStack() as stack:
+        ladder = {"epsilon_first": 0.5, "ladder": 1000}
+        tables = {"workers": {"actors": 2, "slots": 1, "steps": 64}, "environment": {"id": "CartPole-v1"}}
+        parts = OpenedRecipe(stack, {"name": "apex", **SMALL, **ladder}, **tables).parts
+        for index, is_greedy in enumerate((False, True)):
+            actor = make_actor(parts, None, index)
+            fragment: Any = actor.sample()
+            actor.close()
+            assert np.array_equal(fragment.outputs["chosen"], fragment.outputs["best"]) == is_greedy
 
 
 def learns(algorithm: dict[str, Any], environment: str, steps: int, at_least: float) -> None:

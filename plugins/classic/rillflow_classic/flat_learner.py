@@ -1,0 +1,153 @@
+"""Flat learner: a network whose parameters are views of one tensor, and their gradients of another.
+
+    backward ─> one flat gradient ─ sum over trainer ranks ─ scale by norm ─> Adam ─> weights, version
+
+So the optimiser, the scaling and the sum over ranks are single calls, without a loop over parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from rillflow.config.schema import Section
+from rillflow.errors import NotFiniteError
+from rillflow.runs.json_lines import JSON
+from rillflow.workers.collectives import Ranks, SingleRank
+from rillflow_classic.networks.acting import weights_of
+from rillflow_classic.networks.flat import flattened, views
+from rillflow_classic.policy import ActorPolicy, Weights
+
+N = TypeVar("N", bound=nn.Module)
+
+
+class LearnerConfig(Section):
+    """Settings of all learners with gradients."""
+
+    lr: float = Field(1e-3, gt=0, description="Learning rate of Adam.")
+    anneal_updates: int = Field(
+        0, ge=0, description="Updates over which the learning rate falls linearly to 0; 0 keeps it."
+    )
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount.")
+    max_gradient_norm: float = Field(10.0, gt=0, description="Norm to which larger gradients are scaled.")
+
+
+class FlatLearner(Generic[N]):
+    """What all learners with gradients share: the optimiser, the weights and the state.
+
+    Args:
+        network: everything that is trained.
+        make_policy: makes the policy that acts with the network.
+        settings: a ``LearnerConfig``.
+        eps: added to the deviations in Adam.
+        ranks: trainer ranks; gradients are summed over them.
+    """
+
+    def __init__(
+        self,
+        network: N,
+        make_policy: Callable[[N], ActorPolicy],
+        settings: Any,
+        *,
+        eps: float = 1e-8,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.network = network
+        """Everything that is trained."""
+        self.version = 0
+        """See Learner."""
+        self.ranks: Ranks = ranks or SingleRank()
+        """Trainer ranks."""
+        self._settings = settings
+        self._flat = flattened(network)  # before the policy, which keeps views of the parameters
+        self.policy = make_policy(network)
+        """See Learner."""
+        self.policy.version = 0
+        self._optimizer = torch.optim.Adam([self._flat], lr=settings.lr, eps=eps, fused=True)
+
+    @property
+    def acting(self) -> nn.Module:
+        """The part of the network that acts."""
+        return self.network
+
+    def apply(self, gradients: list[Tensor]) -> None:
+        """Take one optimiser step with given gradients.
+
+        Raises:
+            NotFiniteError: a gradient is not finite; the weights stay.
+        """
+        torch.cat([each.flatten() for each in gradients], out=self._gradient)
+        self._step()
+        self._count_update()
+
+    def weights(self) -> Weights:
+        """Return a copy of all weights of the acting network."""
+        return weights_of(self.acting)
+
+    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+        """Return weights, the moments of Adam and the number of updates."""
+        adam: Mapping[str, Tensor] = self._optimizer.state[self._flat]
+        areas = {"network": self.network.state_dict(), "optimizer": adam}
+        tensors = {
+            f"{area}.{name}": value.clone() for area, held in areas.items() for name, value in held.items()
+        }
+        return tensors, {"version": self.version}
+
+    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Restore what ``state`` returned."""
+        self.network.load_state_dict(under("network.", tensors))
+        adam = under("optimizer.", tensors)
+        self._optimizer.state[self._flat] = {name: value.clone() for name, value in adam.items()}
+        self.version = self.policy.version = state["version"]
+
+    @property
+    def _gradient(self) -> Tensor:
+        assert self._flat.grad is not None
+        return self._flat.grad
+
+    def _copied_gradients(self) -> list[Tensor]:
+        """Return a copy of the gradient of every parameter."""
+        return views(self._gradient.clone(), self.network.parameters())
+
+    def _step(self, terms: Mapping[str, float] | None = None) -> float:
+        """Sum the gradient over ranks, scale it down, and step. Returns its norm before.
+
+        Args:
+            terms: sums of the loss, by name, for the error.
+
+        Raises:
+            NotFiniteError: the gradient is not finite; the weights stay.
+        """
+        self.ranks.sum_([self._gradient])
+        norm = float(torch.linalg.vector_norm(self._gradient))
+        if not math.isfinite(norm):
+            culprits = [
+                f"{name} is {value}" for name, value in (terms or {}).items() if not math.isfinite(value)
+            ]
+            raise NotFiniteError(
+                f"update {self.version}: {', '.join(culprits) or f'the norm of the gradient is {norm}'}",
+                why="a step with it would destroy the weights; they are those before the minibatch",
+                fix="look for rewards or observations that are NaN or huge, or lower algorithm.lr",
+            )
+        if norm > self._settings.max_gradient_norm:
+            self._gradient.mul_(self._settings.max_gradient_norm / (norm + 1e-6))
+        settings = self._settings
+        left = 1.0 - self.version / settings.anneal_updates if settings.anneal_updates else 1.0
+        self._optimizer.param_groups[0]["lr"] = settings.lr * max(left, 0.0)
+        self._optimizer.step()
+        return norm
+
+    def _count_update(self) -> None:
+        """Count an update; subclasses do here what follows one."""
+        self.version += 1
+        self.policy.version = self.version
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names have a prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
