@@ -211,6 +211,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         records = options.records or Path(folder) / "records.jsonl"
         asked = [(case, seed) for case in cases for seed in options.seeds]
+        if options.recorded:
+            asked = [each for each in asked if kept(*each, records, options.steps)]
         done = list(pool.map(lambda each: learnt(*each, records, options), asked))
     page = "\n".join(lines_of(cases, done, options)) + "\n"
     print(page)
@@ -220,15 +222,23 @@ def main() -> None:
 
 def learnt(case: Case, seed: int, records: Path, options: argparse.Namespace) -> Learnt:
     """Return a run of the records, or run it and add it to them."""
+    if (there := kept(case, seed, records, options.steps)) is not None:
+        return there
     command = case.command(seed, options.steps)
-    for line in map(json.loads, records.read_text().splitlines() if records.is_file() else []):
-        if line["case"] == case.name and line["command"] == command:
-            return Learnt(**line)
     found = peer_run(case, seed, command, options) if case.peer else own_run(case, seed, command)
     with records.open("a") as file:
         file.write(json.dumps(vars(found)) + "\n")
     print(f"{case.name}, seed {seed}: {found.final:.1f}, {found.seconds:.0f} s", file=sys.stderr, flush=True)
     return found
+
+
+def kept(case: Case, seed: int, records: Path, steps: int | None) -> Learnt | None:
+    """Return a run of the records; None if they lack it."""
+    command = case.command(seed, steps)
+    for line in map(json.loads, records.read_text().splitlines() if records.is_file() else []):
+        if line["case"] == case.name and line["command"] == command:
+            return Learnt(**line)
+    return None
 
 
 def own_run(case: Case, seed: int, command: list[str]) -> Learnt:
@@ -324,7 +334,7 @@ def lines_of(cases: Sequence[Case], done: Sequence[Learnt], options: argparse.Na
         "| row | settings | frames | return at the end | each seed | best evaluation | threshold | reached |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for case in cases:
+    for case in [each for each in cases if runs[each.name]]:
         each = runs[case.name]
         limit, shown = case.threshold, " ".join(f"{run.final:.1f}" for run in each)
         reached = "" if limit is None else f"{sum(run.final >= limit for run in each)} of {len(each)}"
@@ -343,6 +353,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps of recipes, instead of their own")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--records", type=Path, help="JSON lines of finished runs, read and added to")
+    parser.add_argument("--recorded", action="store_true", help="show the records, without other runs")
     parser.add_argument("--sb3", help="interpreter with Stable-Baselines3")
     parser.add_argument("--rliable", help="interpreter with rliable")
     parser.add_argument("--write", type=Path)
