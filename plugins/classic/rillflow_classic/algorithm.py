@@ -103,7 +103,7 @@ class ClassicAlgorithm:
     policies: tuple[str, ...] = ()
     """Names of its policies, which a recipe matches to agents; empty: one policy acts for all agents."""
     is_in_step: bool = True
-    """Whether the steps of a plan depend on the seed and not on time; else episodes go on after a checkpoint."""
+    """Whether a plan's steps depend on the seed alone; otherwise episodes go on after a checkpoint."""
     sums_gradients: bool = False
     """Whether the learner sums its gradients over trainer ranks (``data_parallel.RankLearner``)."""
     pools: Callable[[Any], Mapping[str, int]] | None = None

@@ -214,9 +214,9 @@ def test_an_lstm_unrolled_is_the_lstm_stepped() -> None:
         ("cnn", VECTOR, TWO, r"does not fit a cnn.*\n.*shape \(4,\) of float32"),
         (
             "cnn",
-            spaces.Box(0, 255, (10, 10, 4), np.uint8),
+            spaces.Box(0, 255, (4, 2, 2), np.uint8),
             TWO,
-            r"frames of shape \[10, 10, 4\] are too small",
+            r"frames of shape \[4, 2, 2\] are too small",
         ),
         ("mlp", spaces.Dict({"a": VECTOR}), TWO, "the observations of a network are Dict"),
         ("auto", VECTOR, spaces.MultiBinary(3), r"action space MultiBinary\(3\) has no distribution"),

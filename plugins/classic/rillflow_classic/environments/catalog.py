@@ -2,6 +2,7 @@
 
 "CartPole-v1", "Pong-v5" ─────────> EnvPool, or Gymnasium where EnvPool lacks it or the recipe says so
 "MultiAgentCartPole-v0" ──────────> a class of this package
+"MinAtar/Breakout-v1" ────────────> a game of MinAtar
 "game.py:Game", "package:Class" ──> a class: gymnasium.Env, or PettingZoo's parallel form
 """
 
@@ -26,6 +27,7 @@ from rillflow.rewards.function import parse_function
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.envpool_adapter import envpool_ids
 from rillflow_classic.environments.lanes import Lane
+from rillflow_classic.environments.minatar_adapter import GAMES, minatar_game
 
 SHIPPED = {
     "MultiAgentCartPole-v0": "rillflow_classic.environments.multi_agent_cartpole:MultiAgentCartPole",
@@ -79,13 +81,13 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
         return CatalogEntry(provider="class", name=name, make=make)
     known = {}
     if config.provider != "envpool":
-        known = dict.fromkeys((*SHIPPED, *gymnasium_ids()), "gymnasium")
+        known = dict.fromkeys((*SHIPPED, *GAMES, *gymnasium_ids()), "gymnasium")
     if config.provider != "gymnasium" and not module:
         known |= dict.fromkeys(envpool_ids(), "envpool")
     plain = name.removeprefix(ATARI)
     for each in (plain, name, ATARI + plain):
         if each in known:
-            return CatalogEntry(provider=known[each], name=each)
+            return CatalogEntry(provider=known[each], name=each, make=minatar_game(each))
     spelled = {each.lower(): each for each in known}
     close = difflib.get_close_matches(config.id.lower(), spelled, n=1)
     raise ConfigError(

@@ -22,8 +22,8 @@ class EnvironmentSettings(Section):
     id: str = Field(
         "CartPole-v1",
         min_length=1,
-        description="Id of Gymnasium, EnvPool or ale-py; MultiAgentCartPole-v0 or PointNavigation-v0; or a "
-        "class: file.py:Class, relative to the recipe, or package.module:Class.",
+        description="Id of Gymnasium, EnvPool, ale-py or MinAtar; MultiAgentCartPole-v0 or "
+        "PointNavigation-v0; or a class: file.py:Class, relative to the recipe, or package.module:Class.",
     )
     provider: Provider = Field(
         "auto",

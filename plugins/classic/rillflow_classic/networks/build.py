@@ -31,6 +31,7 @@ Layers = tuple[tuple[int, int, int], ...]
 """Channels, kernel and stride of each convolution."""
 CNNS: dict[int, tuple[Layers, int]] = {
     36: (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),  # Mnih et al. 2015
+    3: (((16, 3, 1),), 128),  # MinAtar (Young and Tian, arXiv 1903.03176)
 }
 """Convolutions and features by the smallest height and width that they take."""
 

@@ -14,8 +14,8 @@ class NetworkConfig(Section):
 
     kind: Literal["auto", "mlp", "cnn", "lstm"] = Field(
         "auto",
-        description="mlp; cnn for frames; lstm after a cnn for frames and after an mlp otherwise; "
-        "auto: cnn for uint8 frames, else mlp.",
+        description="mlp; cnn for frames, with one convolution of 3 x 3 if they have less than 36 pixels a "
+        "side; lstm after a cnn for frames and after an mlp otherwise; auto: cnn for uint8 frames, else mlp.",
     )
     hidden: tuple[int, ...] = Field((64, 64), strict=False, description="Widths of the MLP's layers.")
     activation: Literal["tanh", "relu"] = Field("tanh", description="Activation of the MLP's layers.")
