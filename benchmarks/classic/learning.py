@@ -58,7 +58,15 @@ EPISODES = 20
 SB3_DQN = {
     "workers": ("slots=1", "steps=256"),
     "algorithm": (
-        *("steps=196", "lr=2.3e-3", "num_steps=1", "double=false", "batch_size=64", "updates=128"),
+        *(
+            "steps=196",
+            "lr=2.3e-3",
+            "anneal_updates=0",
+            "num_steps=1",
+            "double=false",
+            "batch_size=64",
+            "updates=128",
+        ),
         *("target_every=128", "huber=1", "epsilon_last=0.04", "epsilon_updates=3500"),
         "replay.capacity=100000",
     ),
