@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rillflow.cli.main import main
-from rillflow.controller import cadence, loop
+from rillflow.controller import cadence, loop, run_checkpoint
 from rillflow.controller.open_step import OpenStep, Phase
 from rillflow.errors import ModelError
 from rillflow.roles import saving
@@ -173,7 +173,7 @@ def test_an_error_of_the_checkpoint_after_an_error_hides_nothing(
         raise OSError("no space for it")
 
     (tiny.folder / "fails_at").write_text("4")
-    monkeypatch.setattr(loop, "save_checkpoint", full)
+    monkeypatch.setattr(run_checkpoint, "save_checkpoint", full)
     assert tiny.run("late") == 1
     said = capsys.readouterr()
     assert "the judge is down" in said.err and "no space for it" not in said.err

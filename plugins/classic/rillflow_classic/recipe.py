@@ -132,8 +132,8 @@ class Need:
     """Why there are no others."""
 
 
-def _needs(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Sequence[Need]:
-    workers, name, is_alone = recipe.workers, "algorithm.name", len(recipe.policies) < 2
+def _needs_of_algorithm(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Sequence[Need]:
+    name, is_alone = "algorithm.name", len(recipe.policies) < 2
     return (
         Need(
             algorithm.calls_actors,
@@ -153,6 +153,18 @@ def _needs(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Sequence[Need]
             {"workers.trainers": [1]},
             "several trainers need one policy whose learner sums its gradients over ranks",
         ),
+        Need(
+            algorithm.reanalyse is None,
+            name,
+            {"workers.buffer_workers": [0]},
+            "it does not say how fragments are computed anew",
+        ),
+    )
+
+
+def _needs_of_workers(recipe: ClassicRecipe) -> Sequence[Need]:
+    workers = recipe.workers
+    return (
         Need(
             workers.trainers > 1,
             "workers.trainers",
@@ -188,12 +200,6 @@ def _needs(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Sequence[Need]
             "they compute the fragments of a stream anew",
         ),
         Need(
-            algorithm.reanalyse is None,
-            name,
-            {"workers.buffer_workers": [0]},
-            "it does not say how fragments are computed anew",
-        ),
-        Need(
             workers.place == "ray",
             "workers.place",
             {"workers.transport": ["calls", "tcp"]},
@@ -205,7 +211,7 @@ def _needs(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Sequence[Need]
 def _contradictions(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator[ConfigError]:
     tables = {name: table for name, table in recipe.model_dump().items() if isinstance(table, dict)}
     values = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
-    for need in _needs(recipe, algorithm):
+    for need in (*_needs_of_algorithm(recipe, algorithm), *_needs_of_workers(recipe)):
         for key, allowed in need.values.items() if need.applies else ():
             if values[key] not in allowed:
                 yield ConfigError(

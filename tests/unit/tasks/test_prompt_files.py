@@ -260,13 +260,13 @@ def test_a_line_of_ten_megabytes(write: Write) -> None:
     assert len(str(problem_of(write(f'{{"prompt": "{text}" oops')))) < 1000
 
 
-def test_a_hundred_thousand_rows_in_two_seconds(tmp_path: Path) -> None:
+def test_a_hundred_thousand_rows_take_seconds(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     row = '{{"id": {0}, "prompt": "problem {0}: how much is it? Think.", "answer": "{0}", "level": 0.5}}'
     path.write_text("\n".join(row.format(number) for number in range(100_000)))
     started = time.process_time()
     assert len(read_examples(path)) == 100_000
-    assert time.process_time() - started < 4, "about 1.2 s; twice and more is left for a loaded machine"
+    assert time.process_time() - started < 20, "about 1.2 s; minutes if a row is compared with all before"
 
 
 def parquet(path: Path, **columns: list) -> Path:
