@@ -16,3 +16,9 @@ def interval(values: Sequence[float]) -> str:
     if len(values) < 2:
         return f"{fmean(values):.3f}"
     return f"{fmean(values):.3f} ± {half_width(values):.3f}"
+
+
+def whole(values: Sequence[float]) -> str:
+    """Return a mean with its interval, in whole numbers."""
+    mean, _, half = interval(values).partition(" ± ")
+    return f"{float(mean):,.0f}" + (f" ± {float(half):,.0f}" if half else "")

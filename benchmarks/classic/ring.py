@@ -26,7 +26,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))
 
 import numpy as np
-from intervals import interval
+from intervals import whole
 from measured_at import below_title, line
 from stream_parts import (
     TRANSPORTS,
@@ -305,12 +304,6 @@ def machine() -> str:
         f"{platform.machine()}, Python {platform.python_version()}, {os.cpu_count()} cores; load average "
         f"of the 15 minutes before the start: {os.getloadavg()[2]:.1f}."
     )
-
-
-def whole(values: Sequence[float]) -> str:
-    """Return a mean with its interval, in whole numbers."""
-    mean, _, half = interval(values).partition(" ± ")
-    return f"{float(mean):,.0f}" + (f" ± {float(half):,.0f}" if half else "")
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))
 
+from intervals import whole
 from measured_at import below_title, line
-from ring import machine, whole
+from ring import machine
 from stream_parts import StreamWorkload, make_actor, make_policy_worker, on_core
 
 from rillflow.workers.backend import Backend, Pool

@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import measured_at
-from intervals import interval
+from intervals import interval, whole
 
 PEERS = Path(__file__).parent / "peers"
 SMALLEST = []
@@ -136,7 +136,7 @@ def rows(results: dict[str, list[dict[str, float]]]) -> list[str]:
         cells = [name]
         for kind in ("training", "sampling", "learning", "cpu"):
             values = [each[kind] for each in rounds if kind in each]
-            cells.append(f"{median(values):,.0f} ({interval(values)})" if values else "overlaps")
+            cells.append(f"{median(values):,.0f} ({whole(values)})" if values else "overlaps")
         for kind in ("training", "cpu"):
             ratios = [mine[kind] / each[kind] for mine, each in zip(ours, rounds, strict=True)]
             cells.append(f"{median(ratios):.2f} ({interval(ratios)})")
