@@ -94,7 +94,7 @@ class Case:
     last_steps: int = 0
     """If not 0, the score is the mean of the metric of returns over this many last steps."""
     note: str = ""
-    """What differs from the recipe as it is shipped."""
+    """Differences from the shipped recipe, for the table."""
 
     def command(self, seed: int, steps: int | None) -> list[str]:
         """Return the words after ``rillflow``, or after the peer's script."""

@@ -77,7 +77,7 @@ class Case:
     order: str
     """Order of its items: rounds, or as they come."""
     learns: bool = False
-    """Whether it is a whole algorithm."""
+    """Whether the row trains an algorithm; otherwise its policy does nothing."""
     hand: Callable[[], Iterator[Any]]
     """Begins the hand-written form."""
     plan: Callable[[], Iterator[Any]]

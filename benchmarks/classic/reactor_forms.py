@@ -78,7 +78,7 @@ class RayActors:
 
 
 class Holder:
-    """What a Ray actor holds."""
+    """Ray actor that holds one object and calls its methods."""
 
     def make(self, make: Callable[[], Any]) -> None:
         """Make the object, in place of the one before."""

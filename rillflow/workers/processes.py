@@ -16,11 +16,10 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -45,6 +44,7 @@ from rillflow.workers.parcels import Frame, Parcel
 from rillflow.workers.pending import await_replies
 from rillflow.workers.process_rank import HERE, FrameKind
 from rillflow.workers.segments import SegmentPool
+from rillflow.workers.watchdog import start_child
 
 _ABANDON_S = 5.0
 """Seconds in which a rank ends its running call."""
@@ -127,21 +127,12 @@ class ProcessBackend(Backend):
         """Start the process of a rank."""
         assert self._loop is not None, "the backend is open"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        told = {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+        told = {}
         if place in self._accelerators:
             told["CUDA_VISIBLE_DEVICES"] = self._accelerators[place]
-
-        def start() -> subprocess.Popen[bytes]:
-            return subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(os.getpid()), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **told},
-                start_new_session=True,  # Ctrl-C ends the driver, which closes its ranks
-            )
-
         with theirs:
-            process = self._loop.run(start)  # a process ends with the thread that started it
+            end = theirs.fileno()
+            process = self._loop.run(partial(start_child, _BOOT, end, descriptors=[end], told=told))
         return LocalRank(process, ours, self._loop, self)
 
     def _join(self, fresh: Mapping[Place, LocalRank]) -> None:

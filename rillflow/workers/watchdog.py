@@ -1,9 +1,10 @@
-"""Watchdog: end the leftovers of our own cluster if the driver could not.
+"""Watchdog: start and end processes so that nothing is left over, also if the driver is killed.
 
     driver ── starts ──> watchdog        a separate process in its own session
        ├── sends a byte ──> every process with the cluster's mark is killed
        └── has died ──────> the same, and the cluster's folder is removed
 
+A child of ``start_child`` that calls ``end_with`` ends with its parent, by the kernel.
 Ray's daemons end at once after a killed driver, but their helper processes need a minute. The watchdog runs
 as a script and imports only the standard library.
 """
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,6 +67,28 @@ def end_once(watchdog: subprocess.Popen[bytes], is_left: Callable[[], bool]) -> 
             end(watchdog, 0.0)
 
     threading.Thread(target=wait, name="end of the cluster", daemon=True).start()
+
+
+def start_child(
+    boot: str, *arguments: int, descriptors: Sequence[int], told: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a Python process that can import what this one can; Ctrl-C reaches only its parent.
+
+    Start it in a thread that lives on: if the child calls ``end_with``, it ends with that thread.
+
+    Args:
+        boot: its code; ``sys.argv[1]`` is this process's id, and ``arguments`` follow.
+        arguments: numbers for the code.
+        descriptors: file descriptors that stay open in it.
+        told: further environment variables.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", boot, *map(str, (os.getpid(), *arguments))],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(told or {})},
+        start_new_session=True,
+    )
 
 
 def end_with(driver: int) -> None:

@@ -123,7 +123,7 @@ class Parts:
 
         Args:
             actor: index of the actor that acts with them.
-            actors: number of such actors.
+            actors: number of actors.
 
         Raises:
             RillflowError: the network does not fit the spaces.

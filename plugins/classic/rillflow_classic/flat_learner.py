@@ -38,7 +38,7 @@ class LearnerConfig(Section):
 
 
 class FlatLearner(Generic[N]):
-    """What all learners with gradients share: the optimiser, the weights and the state.
+    """Base of all learners with gradients: holds the optimiser, the weights and the state.
 
     Args:
         network: everything that is trained.

@@ -67,12 +67,12 @@ class _Experience:
     state: Tensor | None
     """[N, 2, H] recurrent state before step 0."""
     metrics: Mapping[str, Metric]
-    """Of the estimates; they replace those of the minibatches."""
+    """Metrics of the estimates; they replace those of the minibatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """What a learner derives from a fragment before its first minibatch."""
+    """Advantages and value targets of a fragment, computed once before its first minibatch."""
 
     logprobs: Tensor
     """[T, N] log probabilities that a ratio of 1 has."""

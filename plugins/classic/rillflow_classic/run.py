@@ -127,10 +127,10 @@ class ClassicLoop:
             if asked.requested and step < last:
                 raise self._stopped(step, kept)
         self._save(last)
-        if self._is_in_step and last < self._steps:
-            self._plan.reset(seed_of(self._seed, last))
         if asked.requested and last < self._steps:
             raise self._stopped(last, last)
+        if self._is_in_step and last < self._steps:
+            self._plan.reset(seed_of(self._seed, last))
         return last
 
     def _step(self, step: int) -> None:

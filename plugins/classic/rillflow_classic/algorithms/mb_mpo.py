@@ -44,7 +44,9 @@ class MbMpoConfig(MamlConfig):
     model_hidden: tuple[int, ...] = Field((64, 64), strict=False, description="Widths of a model's layers.")
     model_lr: float = Field(3e-3, gt=0, description="Learning rate of Adam for the models.")
     model_steps: int = Field(400, ge=1, description="Optimiser steps of each fit, which begins anew.")
-    model_batch: int = Field(64, ge=1, description="Transitions of such a step, for each model.")
+    model_batch: int = Field(
+        64, ge=1, description="Transitions in each optimiser step of a fit, for each model."
+    )
     imagined: int = Field(32, ge=1, description="Imagined episodes of each model in a rollout.")
     horizon: int = Field(20, ge=1, description="Steps of an imagined episode.")
     updates: int = Field(20, ge=1, description="Meta updates after each real rollout.")
@@ -143,7 +145,7 @@ class MbMpoLearner(MamlLearner):
     def __init__(self, inputs: LearnerInputs) -> None:
         super().__init__(inputs, inputs.settings.imagined)
         self.inputs = inputs
-        """What it was made from."""
+        """Arguments of its constructor."""
         for space in (inputs.observation_space, inputs.action_space):
             if not isinstance(space, gymnasium.spaces.Box) or space.dtype != np.float32:
                 raise ConfigError(

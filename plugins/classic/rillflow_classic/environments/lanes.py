@@ -138,7 +138,7 @@ class InlineEnvironment(VectorEnvironment):
 
     Args:
         lanes: environments of equal spaces.
-        num_lanes: number of lanes, if others run elsewhere.
+        num_lanes: number of all lanes, where other processes run the rest; 0: those here are all.
         first: index of the first lane here.
         record: arrays of all slots, of ``record_type``; None makes them.
     """

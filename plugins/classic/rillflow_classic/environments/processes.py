@@ -18,7 +18,6 @@ import mmap
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from itertools import pairwise
 import numpy as np
 
 from rillflow.errors import RillflowError
-from rillflow.workers.watchdog import end_with
+from rillflow.workers.watchdog import end_with, start_child
 from rillflow_classic.environments.catalog import find, make_lane
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.lanes import InlineEnvironment, Lane, record_type
@@ -105,14 +104,7 @@ class ProcessEnvironment(InlineEnvironment):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             given = theirs.fileno(), self._memory.fileno()
-            process = self._starter.submit(
-                subprocess.Popen[bytes],
-                [sys.executable, "-c", _BOOT, *map(str, (os.getpid(), index, *given))],
-                stdin=subprocess.DEVNULL,
-                pass_fds=given,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C ends the parent, which ends its children
-            )
+            process = self._starter.submit(start_child, _BOOT, index, *given, descriptors=given)
             return process.result(), ours
 
     def begin(self, seed: int) -> Array:

@@ -83,7 +83,7 @@ class Reaction(PlanChannel):
     reactor: Reactor
     """Its reactor."""
     method: Method
-    """What runs."""
+    """Method of the reactor that the reaction calls."""
     inputs: list[Input] = field(default_factory=list)
     """What the method is called with, in order."""
 

@@ -40,7 +40,7 @@ from rillflow_classic.worker_set import WorkerSet
 Traced = Callable[[Tag, str, Any], None]
 """Receives the tag, the reaction's name and its result, in an order that no number of workers changes."""
 Outcome = tuple[Any, BaseException | None]
-"""What a reaction returned, or the error that it raised."""
+"""Result of a reaction, and the error that it raised, or None."""
 
 
 @dataclass(kw_only=True)

@@ -58,9 +58,9 @@ class StaticSystem(CallSystem):
     def _rounds(self) -> LocalIterator:
         return from_function(self._next_round, f"static plan of {self.actors.size} actors")
 
-    def _as_they_come(self, num_async: int) -> LocalIterator:
+    def _as_they_come(self, num_async: int) -> LocalIterator:  # noqa: ARG002
         raise ConfigError(
-            f"workers.executor is 'static', and the algorithm takes fragments as they come ({num_async=})",
+            "workers.executor is 'static', and the algorithm takes fragments as they come",
             why="which actor is next then depends on time, and a static plan has a fixed pattern",
             fix='set workers.executor = "pull"',
         )

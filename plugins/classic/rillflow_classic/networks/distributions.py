@@ -121,4 +121,4 @@ class GaussianActions:
 
 
 Distribution = CategoricalActions | GaussianActions
-"""How a row of parameters becomes an action."""
+"""Distribution of actions, from rows of a network's parameters."""
