@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, cast
@@ -90,7 +90,7 @@ class _Served:
             if self.run is not None and time.monotonic() - self.looked > FOLLOW_S:
                 self._follow(self.run)
             if not self.queue.turn():
-                select.select([self.queue.woken], [], [], FOLLOW_S)
+                wait([self.queue.woken], FOLLOW_S)
         except RillflowError as error:
             logger.warning("%s", error)
 

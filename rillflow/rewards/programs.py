@@ -34,6 +34,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from rillflow.errors import RewardError
@@ -123,7 +124,7 @@ def _runner(stack: ExitStack) -> socket.socket:
         os.close(said)
         stack.callback(process.wait)
         stack.callback(process.terminate)
-    if select.select([ours.fileno(), status], [], [])[0] == [status]:
+    if wait([ours.fileno(), status]) == [status]:
         told = os.read(status, 4096).decode(errors="replace")
         raise RewardError(
             "run_python cannot run programs on this machine",

@@ -11,12 +11,12 @@ machines, columns travel in the frames. Every wait has a limit, and its error na
 
 from __future__ import annotations
 
-import select
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -317,7 +317,7 @@ def started(
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        said = process.stdout.readline() if select.select([process.stdout], [], [], START_S)[0] else ""
+        said = process.stdout.readline() if wait([process.stdout], START_S) else ""
         if not said:
             process.kill()
             raise StreamError(

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 from rillflow.errors import RillflowError, StreamError
@@ -96,7 +96,7 @@ class EngineThread:
         try:
             while True:
                 if not self.turn():
-                    select.select([self._woken, self._door.woken], [], [], 10.0)
+                    wait([self._woken, self._door.woken], 10.0)
         except BaseException as error:
             logger.exception("the engine thread failed")
             self.failure = ServerError(
