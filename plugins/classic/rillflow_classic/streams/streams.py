@@ -318,11 +318,11 @@ class Streams:
 
     def _newest_record(self, policy: str, version: int) -> Array | None:
         """Return a copy, [1], of a policy's newest weights with their version."""
-        copies = self._dock.tables[f"{policy}/weights"]
+        copies, table = self._dock.columns[f"{policy}/weights"], self._dock.tables[f"{policy}/weights"]
         while number := copies["whole"][at := int(copies["whole"].argmax())]:
             if copies["version"][at] <= version:
                 break
-            found: Array = copies[at : at + 1].copy()
+            found: Array = table[at : at + 1].copy()
             if copies["begun"][at] == number:  # the writer had not come back to this copy
                 return found
         return None
@@ -354,7 +354,7 @@ class Streams:
 
     def publish(self, policy: str, version: int, weights: Weights) -> None:
         """Replace the newest weights of a policy."""
-        copies = self._dock.tables[f"{policy}/weights"]
+        copies = self._dock.columns[f"{policy}/weights"]
         number = int(copies["whole"].max()) + 1
         at = number % _COPIES
         copies["begun"][at] = number
