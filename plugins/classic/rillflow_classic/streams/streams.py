@@ -20,8 +20,8 @@ This bounds every stream, and every wait has a deadline.
 
 - Fragments: none is lost or delivered twice; those of a lane arrive in order. A killed actor's
   unfinished ones are not delivered, nor are those of an earlier round.
-- Requests: an answer belongs to the present request of its lane. A request without an answer after
-  RETRY_S goes to the next worker, so a killed worker stops no actor.
+- Requests: an answer belongs to the present request of its lane, whichever worker gave it. A request
+  without an answer after RETRY_S goes to the next worker, so a killed worker stops no actor.
 - Parameters: a reader sees ascending versions and may skip some; a weight is never torn.
 """
 
@@ -249,12 +249,16 @@ class Streams:
         """
         at, asked, answer = self._first + lane, self._requests[policy], self._answers[policy]
         found = int(asked["worker"][at]) * self.spec.lanes + at
-        if answer["number"][found] == asked["number"][at]:
-            return acted_of(row(answer, found)), int(answer["version"][found])
-        if time.monotonic() - self._asked_s[policy, lane] > RETRY_S:
-            asked["worker"][at] = (asked["worker"][at] + 1) % self.spec.workers
-            self._ask(policy, lane)
-        return None
+        if answer["number"][found] != asked["number"][at]:
+            late = np.flatnonzero(answer["number"][at :: self.spec.lanes] == asked["number"][at])
+            if not len(late):
+                if time.monotonic() - self._asked_s[policy, lane] > RETRY_S:
+                    asked["worker"][at] = (asked["worker"][at] + 1) % self.spec.workers
+                    self._ask(policy, lane)
+                return None
+            asked["worker"][at] = late[0]  # one that was asked before, and answers
+            found = int(late[0]) * self.spec.lanes + at
+        return acted_of(row(answer, found)), int(answer["version"][found])
 
     def _ask(self, policy: str, lane: int) -> None:
         at = self._first + lane
