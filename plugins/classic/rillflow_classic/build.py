@@ -32,7 +32,7 @@ from rillflow_classic.environments.catalog import located
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.environments.vector import Space
-from rillflow_classic.executor.system import StaticSystem
+from rillflow_classic.executor.rounds import static_rounds
 from rillflow_classic.fragment import Array
 from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.policy import Learner
@@ -221,11 +221,9 @@ def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
         evaluator = WorkerSet(backend, EVALUATORS, partial(make_evaluation_worker, parts))
     if workers.transport == "calls":
         actors = WorkerSet(backend, ACTORS, partial(make_actor, parts, None))
-        if workers.executor == "pull":
-            return CallSystem(actors, learners, evaluator)
-        static = StaticSystem(actors, learners, workers.threads, evaluator)
-        stack.callback(static.close)
-        return static
+        is_static = workers.executor == "static"
+        next_round = static_rounds(actors, workers.threads, stack) if is_static else None
+        return CallSystem(actors, learners, evaluator, next_round=next_round)
     streams = open_streams(parts, learners)
     stack.callback(streams.close)
     makers = {ACTORS: make_actor, POLICIES: make_policy_worker, BUFFERS: make_buffer_worker}

@@ -10,23 +10,22 @@ the same gradient, up to rounding, and all ranks keep equal weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rillflow.errors import TrainingError
 from rillflow.records.metrics import Metrics, merge_metrics
 from rillflow.runs.json_lines import JSON
-from rillflow.workers.backend import Backend, Place, Site
+from rillflow.workers.backend import Backend, Site
 from rillflow.workers.collectives import Ranks
 from rillflow_classic.fragment import Fragment
 from rillflow_classic.policy import ActorPolicy, Learner, Weights
-from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet
+from rillflow_classic.worker_set import WorkerSet
 
 
 class RankLearner(Learner, Protocol):
@@ -52,8 +51,8 @@ class DataParallelLearner:
         self.version = 0
         self.policy = policy
         self._workers = WorkerSet(backend, pool, make)
-        places = [Place(pool, rank) for rank in range(self._workers.size)]
-        backend.read_all([backend.submit(place, _join, pool)[0] for place in places], DEADLINE_S)
+        for call in self._workers.submit_all(_join):
+            call.read()
         self.policy.load(0, self.weights())
 
     def update(self, data: Fragment) -> Metrics:
@@ -63,24 +62,12 @@ class DataParallelLearner:
             TrainingError: the fragment has fewer slots than there are ranks.
             NotFiniteError: a loss or a gradient is not finite, on any rank.
         """
-        calls = self._call_with_parts("update", data)
+        parts = split_by_slots(data, self._workers.size)
+        calls = [self._workers.call(rank, "update", part) for rank, part in enumerate(parts)]
         metrics = merge_metrics([call.read() for call in calls])
         self.version += 1
         self.policy.load(self.version, self.weights())
         return metrics
-
-    def gradients(self, data: Fragment) -> tuple[list[Tensor], Metrics]:
-        """See Learner; the gradients of the ranks are summed."""
-        results = [call.read() for call in self._call_with_parts("gradients", data)]
-        summed = [torch.stack(parts).sum(dim=0) for parts in zip(*(each for each, _ in results), strict=True)]
-        return summed, merge_metrics([metrics for _, metrics in results])
-
-    def apply(self, gradients: list[Tensor]) -> None:
-        """See Learner; every rank takes the same step."""
-        share = [each / self._workers.size for each in gradients]  # the ranks sum what they get
-        _read(self._workers.call_all("apply", share))
-        self.version += 1
-        self.policy.load(self.version, self.weights())
 
     def weights(self) -> Weights:
         """See Learner; all ranks have the same."""
@@ -92,13 +79,9 @@ class DataParallelLearner:
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
         """See Learner; any number of ranks restores the state of any other."""
-        _read(self._workers.call_all("restore", tensors, state))
+        self._workers.read_all("restore", tensors, state)
         self.version = cast(int, state["version"])
         self.policy.load(self.version, self.weights())
-
-    def _call_with_parts(self, method: str, data: Fragment) -> list[WorkerCall]:
-        parts = split_by_slots(data, self._workers.size)
-        return [self._workers.call(rank, method, part) for rank, part in enumerate(parts)]
 
 
 def split_by_slots(fragment: Fragment, count: int) -> list[Fragment]:
@@ -132,8 +115,3 @@ def _slots(fragment: Fragment, part: slice, is_first: bool) -> Fragment:
 
 def _join(site: Site, name: str) -> None:
     site.objects[name].ranks = site.ranks
-
-
-def _read(calls: Sequence[WorkerCall]) -> None:
-    for call in calls:
-        call.read()

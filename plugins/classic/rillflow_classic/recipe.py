@@ -142,10 +142,10 @@ def _needs_of_algorithm(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> S
             "its plan calls methods of the actors, and fragments of a stream come without a call",
         ),
         Need(
-            algorithm.calls_actors or algorithm.pools is not None,
+            algorithm.calls_actors or not algorithm.is_in_step,
             name,
             {"workers.executor": ["pull"]},
-            "its plan calls workers as their results come, and a static plan has a fixed pattern",
+            "its plan calls an actor, or takes fragments as they come; a static plan has a fixed pattern",
         ),
         Need(
             not (algorithm.sums_gradients and is_alone),

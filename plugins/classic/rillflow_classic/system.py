@@ -57,13 +57,23 @@ class ActorSystem(ABC):
 
     @property
     def learner(self) -> Learner:
-        """The learner, if there is one policy."""
-        return only_learner(self.learners)
+        """The learner, if there is one policy.
+
+        Raises:
+            ConfigError: there are several policies.
+        """
+        if len(self.learners) != 1:
+            raise ConfigError(
+                f"the learner of {len(self.learners)} policies is asked for",
+                why=f"each policy has its own: {', '.join(self.learners)}",
+                fix="choose one by name: system.learners[NAME]",
+            )
+        return next(iter(self.learners.values()))
 
     def rollouts(self, mode: str, *, num_async: int = 1) -> LocalIterator:
         """See System."""
         if mode not in ("bulk_sync", "async"):
-            raise unknown_mode(mode)
+            raise ConfigError(f"rollouts have no mode {mode!r}", why="the modes are bulk_sync and async")
         found = self._rounds() if mode == "bulk_sync" else self._as_they_come(num_async)
         if self._evaluator is None:
             return found
@@ -113,6 +123,12 @@ class ActorSystem(ABC):
 class CallSystem(ActorSystem):
     """Actors that sample when they are called; the policies act in the actors.
 
+    Args:
+        actors: the actors.
+        learners: learner of every policy, by name.
+        evaluator: see ActorSystem.
+        next_round: returns the fragments of a round, in place of calls of ``sample``: see ``static_rounds``.
+
     Example:
         system = CallSystem(actors, {"policy": learner})
         for fragment in system.rollouts("bulk_sync"):
@@ -120,7 +136,16 @@ class CallSystem(ActorSystem):
             system.publish()
     """
 
-    _loads: Sequence[WorkerCall] = ()
+    def __init__(
+        self,
+        actors: WorkerSet[Actor],
+        learners: Mapping[str, Learner],
+        evaluator: WorkerSet[EvaluationWorker] | None = None,
+        *,
+        next_round: Callable[[], Rollout] | None = None,
+    ) -> None:
+        super().__init__(actors, learners, evaluator)
+        self._next_round, self._loads = next_round, list[WorkerCall]()
 
     def ask_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Return the result of a method of every actor, which runs between two fragments.
@@ -142,6 +167,8 @@ class CallSystem(ActorSystem):
         self.ask_actors("reset", seed)
 
     def _rounds(self) -> LocalIterator:
+        if self._next_round is not None:
+            return from_function(self._next_round, f"static plan of {self.actors.size} actors")
         return from_workers(self.actors, "sample").batch_across_workers().for_each(join)
 
     def _as_they_come(self, num_async: int) -> LocalIterator:
@@ -370,23 +397,3 @@ class StreamSystem(ActorSystem):
             return rollout
 
         return record
-
-
-def only_learner(learners: Mapping[str, Learner]) -> Learner:
-    """Return the learner.
-
-    Raises:
-        ConfigError: there are several policies.
-    """
-    if len(learners) != 1:
-        raise ConfigError(
-            f"the learner of {len(learners)} policies is asked for",
-            why=f"each policy has its own: {', '.join(learners)}",
-            fix="choose one by name: system.learners[NAME]",
-        )
-    return next(iter(learners.values()))
-
-
-def unknown_mode(mode: str) -> ConfigError:
-    """Return the error for a mode of rollouts that does not exist."""
-    return ConfigError(f"rollouts have no mode {mode!r}", why="the modes are bulk_sync and async")

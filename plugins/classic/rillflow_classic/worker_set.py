@@ -12,12 +12,15 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rillflow.workers.backend import Backend, Place, RankLost, Replacement, Site
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+Method = str | Callable[..., Any]
+"""Name of a worker's method, or a function of the worker."""
 DEADLINE_S = 600.0
 """Longest wait for a worker's answer."""
 
@@ -67,20 +70,24 @@ class WorkerSet(Generic[T]):
         """Name of its pool."""
         self.size = backend.pools[pool]
         """Number of workers."""
-        made = self.submit_all(_make, make)
-        backend.read_all([each.reference for each in made], DEADLINE_S)
+        backend.read_all([each.reference for each in self.submit_all(_make, make)], DEADLINE_S)
 
-    def call(self, index: int, method: str, *arguments: Any) -> WorkerCall:
+    def call(self, index: int, method: Method, *arguments: Any) -> WorkerCall:
         """Call a method of one worker; calls of a worker run in the order of their submission."""
         return self.submit(index, _call, method, arguments)
 
-    def call_all(self, method: str, *arguments: Any) -> list[WorkerCall]:
+    def call_all(self, method: Method, *arguments: Any) -> list[WorkerCall]:
         """Call a method of every worker; the arguments are packed once."""
         return self.submit_all(_call, method, self._backend.pack(arguments, f"the arguments of {method}"))
 
-    def run(self, index: int, work: Callable[[T], Any]) -> WorkerCall:
-        """Run ``work(worker)`` at one worker."""
-        return self.submit(index, _run, work)
+    def read_all(self, method: Method, *arguments: Any) -> list[Any]:
+        """Call a method of every worker, and return the results.
+
+        Raises:
+            TimeoutError: a worker does not answer in DEADLINE_S.
+            RankLost: a worker has died.
+        """
+        return [call.read() for call in self.call_all(method, *arguments)]
 
     def beside(self, pool: str, make: Callable[[int], Any]) -> WorkerSet[Any]:
         """Return workers of another kind on another pool of the same backend."""
@@ -120,12 +127,20 @@ def _make(site: Site, name: str, make: Callable[[int], Any]) -> None:
     site.objects[name] = make(site.place.rank)
 
 
-def _call(site: Site, name: str, method: str, arguments: tuple[Any, ...]) -> Any:
-    return getattr(site.objects[name], method)(*arguments)
+def _call(site: Site, name: str, method: Method, arguments: tuple[Any, ...]) -> Any:
+    return bound(site.objects[name], method)(*arguments)
 
 
-def _run(site: Site, name: str, work: Callable[[Any], Any]) -> Any:
-    return work(site.objects[name])
+def bound(worker: Any, method: Method) -> Callable[..., Any]:
+    """Return a method of a worker that takes the other arguments.
+
+    Raises:
+        AttributeError: the worker has no method of this name.
+    """
+    found: Callable[..., Any] = (
+        getattr(worker, method) if isinstance(method, str) else partial(method, worker)
+    )
+    return found
 
 
 def wait_any(calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:

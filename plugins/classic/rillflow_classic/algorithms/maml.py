@@ -210,7 +210,7 @@ def adapt(system: Any) -> Operator:
 
 def send_tasks(system: Any, context: PlanContext, actor: int, weights: Sequence[Weights]) -> None:
     """Send weights for each task to an actor."""
-    context.sent([system.actors.run(actor, partial(load_tasks, system.learner.version, weights))])
+    context.sent([system.actors.call(actor, partial(load_tasks, system.learner.version, weights))])
 
 
 def load_tasks(version: int, weights: Sequence[Weights], actor: Any) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from rillflow.errors import GraphError
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow_classic.operators.context import label_of
-from rillflow_classic.operators.shards import Method
+from rillflow_classic.worker_set import Method
 
 C = TypeVar("C", bound="PlanChannel")
 

@@ -35,7 +35,7 @@ from typing import Any
 from rillflow.errors import ClusterError, GraphError
 from rillflow.workers.backend import Backend
 from rillflow_classic.executor.plan import DelayedChannel, PlanChannel, Reaction, StaticPlan, Tag
-from rillflow_classic.worker_set import WorkerSet
+from rillflow_classic.worker_set import WorkerSet, bound
 
 Traced = Callable[[Tag, str, Any], None]
 """Receives the tag, the reaction's name and its result, in an order that no number of workers changes."""
@@ -83,14 +83,14 @@ class ReactorHost:
 
     def _call_of(self, reaction: Reaction) -> Callable[..., Any]:
         state, method = self.objects[reaction.reactor.name], reaction.method
-        found = getattr(state, method, None) if isinstance(method, str) else partial(method, state)
-        if not callable(found):
+        try:
+            return bound(state, method)
+        except AttributeError:
             raise GraphError(
                 f"reactor {reaction.reactor.name!r} has no method {method!r}",
                 why=f"it is a {type(state).__name__}",
                 fix="name one of its methods in react",
-            )
-        return found
+            ) from None
 
 
 class PlanRun(ExitStack, ABC):

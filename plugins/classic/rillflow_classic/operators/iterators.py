@@ -34,13 +34,12 @@ from rillflow_classic.operators.context import NotReady, Operator, PlanContext, 
 from rillflow_classic.operators.nodes import PlanNode
 from rillflow_classic.operators.shards import (
     Function,
-    Method,
     Transform,
     WorkerShards,
     transformed,
     wait_for_any,
 )
-from rillflow_classic.worker_set import WorkerSet, wait_any
+from rillflow_classic.worker_set import Method, WorkerSet, wait_any
 
 POLL_S = 0.001
 """Pause before a source outside the plan is asked again."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from itertools import repeat
 from operator import or_
 from typing import Any
@@ -22,13 +22,11 @@ from rillflow.errors import ClusterError
 from rillflow.workers.backend import RankLost, Site
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext, SourceWorker, label_of
 from rillflow_classic.operators.nodes import PlanNode
-from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet, wait_any
+from rillflow_classic.worker_set import DEADLINE_S, Method, WorkerCall, WorkerSet, bound, wait_any
 
 Function = Callable[[Any], Any] | Operator
 Transform = Callable[[PlanContext, Iterator[Any]], Iterator[Any]]
 """Changes a sequence of items; it passes NotReady on."""
-Method = str | Callable[..., Any]
-"""Name of a worker's method, or a function of the worker."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,8 +177,7 @@ def _opened(
     worker: Any, method: Method, arguments: tuple[Any, ...], transforms: Sequence[Transform]
 ) -> Iterator[Any]:
     """Return the iterator of a worker."""
-    call = getattr(worker, method) if isinstance(method, str) else partial(method, worker)
-    context = PlanContext(worker)
+    call, context = bound(worker, method), PlanContext(worker)
     items: Iterator[Any] = (call(*arguments) for _ in repeat(None))
     for transform in transforms:
         items = transform(context, items)

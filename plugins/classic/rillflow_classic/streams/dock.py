@@ -39,7 +39,7 @@ class Dock:
     """
 
     def __init__(self, tables: Mapping[str, tuple[Record, int]], bells: Sequence[str]) -> None:
-        self._tables, self._owner = dict(tables), os.getpid()
+        self._layout, self._owner = dict(tables), os.getpid()
         sizes = [-(-record.itemsize * rows // _ALIGNMENT) * _ALIGNMENT for record, rows in tables.values()]
         self._starts = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
         try:
@@ -55,7 +55,9 @@ class Dock:
         self._map()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: each for name, each in self.__dict__.items() if name not in ("columns", "rows")}
+        return {
+            name: each for name, each in self.__dict__.items() if name not in ("tables", "columns", "rows")
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
@@ -93,13 +95,17 @@ class Dock:
 
     def _map(self) -> None:
         mapped = mmap.mmap(self._memory, self._starts[-1])
-        self.columns: dict[str, dict[str, Array]] = {}
+        self.tables: dict[str, Array] = {
+            name: np.ndarray((rows,), record, mapped, start)
+            for (name, (record, rows)), start in zip(self._layout.items(), self._starts, strict=False)
+        }
+        """Records [rows] of every table."""
+        self.columns = {name: columns_of(table) for name, table in self.tables.items()}
         """Arrays [rows, ...] of every table, by name."""
-        self.rows: dict[str, Array] = {}
+        self.rows = {
+            name: table.view(np.uint8).reshape(len(table), -1) for name, table in self.tables.items()
+        }
         """[rows, bytes] of every table: its records as they are in memory."""
-        for (name, (record, rows)), start in zip(self._tables.items(), self._starts, strict=False):
-            self.columns[name] = columns_of(np.ndarray((rows,), record, mapped, start))
-            self.rows[name] = np.ndarray((rows, record.itemsize), np.uint8, mapped, start)
 
     def _reopened(self, descriptor: int, flags: int) -> int:
         path = f"/proc/{self._owner}/fd/{descriptor}"

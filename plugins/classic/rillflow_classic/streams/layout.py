@@ -43,20 +43,19 @@ class ActingLayout:
 
     def fragment(self, steps: int) -> Record:
         """Return the record of a fragment of T steps."""
-        observations, actions = self.request["observations"], self.answer["actions"]
-        outputs = {name: self.answer[name] for name in self.answer.names or () if name.startswith(OUTPUT)}
-        flags = dict.fromkeys(("terminated", "truncated", "valid"), ("?", (steps, actions.shape[0])))
-        fields = {
-            "observations": (observations.base, (steps + 1, *observations.shape)),
-            "actions": (actions.base, (steps, *actions.shape)),
+        actions = self.answer["actions"]
+        outputs = [name for name in self.answer.names or () if name.startswith(OUTPUT)]
+        fields: dict[str, Any] = {
+            "observations": (self.request["observations"], (steps + 1,)),
+            "actions": (actions, (steps,)),
             "rewards": ("f4", (steps, actions.shape[0])),
-            **flags,
+            **dict.fromkeys(("terminated", "truncated", "valid"), ("?", (steps, actions.shape[0]))),
             "versions": ("i8", (steps,)),
-            **{name: (each.base, (steps, *each.shape)) for name, each in outputs.items()},
+            **{name: (self.answer[name], (steps,)) for name in outputs},
         }
         if self.initial is not None:
-            fields["state"] = (self.initial.dtype, self.initial.shape)
-        return np.dtype([(name, *each) for name, each in fields.items()], align=True)
+            fields["state"] = self.initial.dtype, self.initial.shape
+        return np.dtype([*fields.items()], align=True)
 
 
 def layout_of(policy: ActorPolicy, environment: VectorEnvironment, num_slots: int) -> ActingLayout:
@@ -82,6 +81,12 @@ def layout_of(policy: ActorPolicy, environment: VectorEnvironment, num_slots: in
 def record_of(arrays: Arrays) -> Record:
     """Return the record of arrays by name."""
     return np.dtype([(name, each.dtype, each.shape) for name, each in arrays.items()], align=True)
+
+
+def extended(record: Record, **fields: Any) -> Record:
+    """Return a record with further fields of given types."""
+    own = ((name, record[name]) for name in record.names or ())
+    return np.dtype([*own, *fields.items()], align=True)
 
 
 def row(columns: Arrays, at: int | Array) -> dict[str, Array]:

@@ -32,7 +32,7 @@ import numpy as np
 import zmq
 
 from rillflow_classic.streams.dock import Dock
-from rillflow_classic.streams.streams import WEIGHTS_MARK, WRITTEN, EndKind, Streams, StreamSpec
+from rillflow_classic.streams.streams import WRITTEN, EndKind, Streams, StreamSpec
 
 Rows = Sequence[tuple[str, int]]
 """Tables and their rows, in the order in which they are written."""
@@ -132,14 +132,14 @@ class SocketHub(Streams):
 
     def _held_for(self, name: str) -> Rows:
         """Return what a new worker must know: an actor, which slots are free; a buffer, its fragments."""
-        state, slots = self._dock.columns["marks"]["state"], np.arange(self._is_taken.size)
-        lanes, (kind, _, index) = slots // self.spec.depth, name.partition("/")
+        kind, _, index = name.partition("/")
+        if kind == "worker":
+            return []
+        slots = self.spec.slots_of(kind, int(index))
         if kind == "actor":
-            return [("marks", slot) for slot in slots[lanes // self.spec.ring == int(index)].tolist()]
-        if kind == "buffer":
-            waiting = slots[(lanes % self.spec.buffers == int(index)) & (state == WRITTEN)]
-            return [(table, slot) for slot in waiting.tolist() for table in self.spec.sample_tables]
-        return []
+            return [("marks", slot) for slot in slots.tolist()]
+        waiting = slots[self._dock.columns["marks"]["state"][slots] == WRITTEN]
+        return [(table, slot) for slot in waiting.tolist() for table in self.spec.sample_tables]
 
     def _send_due(self) -> None:
         while self._due:
@@ -160,9 +160,9 @@ class SocketHub(Streams):
         rows, frames = list[tuple[str, int]](), list[Any]()
         for policy in () if self.spec.workers and name.startswith("actor") else self.spec.weights:
             if (found := self._newest_record(policy, peer.versions.get(policy, -1))) is not None:
-                peer.versions[policy] = found[0]
-                rows += [(f"{policy}/weights", 0), (f"{policy}/written", 0)]
-                frames += [found[1], np.array([(2, 2, (found[0],) * 2)], WEIGHTS_MARK)]
+                peer.versions[policy] = int(found["version"][0])
+                rows.append((f"{policy}/weights", 0))
+                frames.append(found.view(np.uint8))
         known = (
             control,
             {each: self._peers[each].address for each in self._peers if each.startswith("worker")},

@@ -13,7 +13,8 @@ time, and there is no lock: a number that is written last says that what belongs
                 there and marks it free. A buffer worker changes it in between. Nothing is copied.
     requests    one of each lane, with a number and the worker that is asked
     answers     one of each lane from each policy worker, with the number of its request
-    weights     two copies for each policy, written in turn; a reader copies the newest
+    weights     two copies for each policy, written in turn: ``begun`` before, ``whole`` after. A reader
+                copies the newest, and again if the writer began it meanwhile
 
 This bounds every stream, and every wait has a deadline.
 
@@ -44,6 +45,7 @@ from rillflow_classic.streams.layout import (
     acted_of,
     arrays_of_acted,
     columns_of,
+    extended,
     fragment_of,
     row,
 )
@@ -58,10 +60,8 @@ _COPIES = 2
 """Copies of the weights: one is whole while the other one is written."""
 _EPISODE = np.dtype([("total_reward", "f8"), ("length", "i8"), ("slot", "i8"), ("version", "i8")])
 _MARK = np.dtype([("state", "i8"), ("number", "i8"), ("round", "i8")])
+_COPY = np.dtype([("begun", "i8"), ("whole", "i8"), ("version", "i8")])
 _CONTROL = np.dtype([("is_stopped", "i8"), ("round", "i8")])
-WEIGHTS_MARK = np.dtype([("begun", "i8"), ("whole", "i8"), ("versions", "i8", (_COPIES,))])
-_ASKED = np.dtype([("worker", "i8"), ("number", "i8")])
-_ANSWERED = np.dtype([("version", "i8"), ("number", "i8")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,21 +103,30 @@ class StreamSpec:
         tables = {"control": (_CONTROL, 1), "marks": (_MARK, slots)}
         for policy, layout in self.layouts.items():
             most = layout.answer["actions"].shape[0] * (self.steps // 2 + 1)
-            tables[f"{policy}/samples"] = layout.fragment(self.steps), slots
-            tables[f"{policy}/episodes"] = np.dtype([("count", "i8"), ("played", _EPISODE, (most,))]), slots
+            fragment, request, answer = layout.fragment(self.steps), layout.request, layout.answer
+            sample = extended(fragment, num_episodes="i8", episodes=(_EPISODE, (most,)))
+            tables[f"{policy}/samples"] = sample, slots
             if self.workers:
-                tables[f"{policy}/request"] = layout.request, self.lanes
-                tables[f"{policy}/asked"] = _ASKED, self.lanes
-                tables[f"{policy}/answer"] = layout.answer, self.lanes * self.workers
-                tables[f"{policy}/answered"] = _ANSWERED, self.lanes * self.workers
+                tables[f"{policy}/requests"] = extended(request, worker="i8", number="i8"), self.lanes
+                answers = self.lanes * self.workers
+                tables[f"{policy}/answers"] = extended(answer, version="i8", number="i8"), answers
         for policy, record in self.weights.items():
-            tables[f"{policy}/weights"], tables[f"{policy}/written"] = (record, _COPIES), (WEIGHTS_MARK, 1)
+            tables[f"{policy}/weights"] = extended(_COPY, arrays=record), _COPIES
         return tables
 
     @property
     def sample_tables(self) -> list[str]:
         """Tables of one fragment, the mark last."""
-        return [f"{p}/{each}" for p in self.layouts for each in ("samples", "episodes")] + ["marks"]
+        return [*(f"{policy}/samples" for policy in self.layouts), "marks"]
+
+    def slots_of(self, kind: str, index: int) -> Array:
+        """Return the slots that an actor fills or a buffer worker changes; for the trainer, all."""
+        slots: Array = np.arange(self.lanes * self.depth)
+        if kind == "actor":
+            slots = slots[slots // self.depth // self.ring == index]
+        if kind == "buffer":
+            slots = slots[slots // self.depth % self.buffers == index]
+        return slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,14 +179,12 @@ class Streams:
         """Name of this end, and of its bell."""
         self._first = index * spec.ring
         self._slots: dict[int, int] = {}
-        self._next: dict[int, int] = {}
         self._numbers = count(time.time_ns())  # a replaced actor does not ask under an old number
         self._asked_s: dict[tuple[str, int], float] = {}
-        names = (
-            ("request", "asked", "answer", "answered") if kind in ("actor", "worker") and spec.workers else ()
-        )
-        self._acting = {each: [dock.columns[f"{each}/{name}"] for name in names] for each in spec.layouts}
-        """Columns of each policy's inference stream."""
+        acting = spec.layouts if spec.workers else ()
+        self._requests = {each: dock.columns[f"{each}/requests"] for each in acting}
+        self._answers = {each: dock.columns[f"{each}/answers"] for each in acting}
+        self._own = spec.slots_of(kind, index)
         self._is_taken = np.zeros(spec.lanes * spec.depth, np.bool_)
 
     def end(self, kind: EndKind, index: int) -> Streams:
@@ -202,13 +209,10 @@ class Streams:
 
         The same arrays until ``put``.
         """
-        marks, first = self._dock.columns["marks"], (self._first + lane) * self.spec.depth
-        own = slice(first, first + self.spec.depth)
-        free = np.flatnonzero(marks["state"][own] == FREE)
+        first = (self._first + lane) * self.spec.depth
+        free = np.flatnonzero(self._dock.columns["marks"]["state"][first : first + self.spec.depth] == FREE)
         if not len(free):
             return None
-        if lane not in self._next:
-            self._next[lane] = int(marks["number"][own].max()) + 1
         slot = self._slots[lane] = first + int(free[0])
         return {name: row(self._dock.columns[f"{name}/samples"], slot) for name in self.spec.layouts}
 
@@ -216,26 +220,26 @@ class Streams:
         """Send the fragments whose arrays ``reserve`` gave, begun in a round of the trainer."""
         slot = self._slots.pop(lane)
         for policy, fragment in fragments.items():
-            table = self._dock.columns[f"{policy}/episodes"]
-            played = [astuple(each) for each in fragment.episodes]
-            table["count"][slot] = len(played)
-            table["played"][slot, : len(played)] = played
-        marks = self._dock.columns["marks"]
-        marks["round"][slot], marks["number"][slot] = round_, self._next[lane]
-        self._next[lane] += 1
-        marks["state"][slot] = WRITTEN
+            samples = self._dock.columns[f"{policy}/samples"]
+            samples["num_episodes"][slot] = len(fragment.episodes)
+            samples["episodes"][slot, : len(fragment.episodes)] = [
+                astuple(each) for each in fragment.episodes
+            ]
+        marks, first = self._dock.columns["marks"], (self._first + lane) * self.spec.depth
+        marks["number"][slot] = marks["number"][first : first + self.spec.depth].max() + 1
+        marks["round"][slot], marks["state"][slot] = round_, WRITTEN
         buffer = (self._first + lane) % max(1, self.spec.buffers)
         self._tell(f"buffer/{buffer}" if self.spec.buffers else "trainer", self.spec.sample_tables, [slot])
 
     def post(self, policy: str, lane: int, observations: Array, state: Array | None) -> None:
         """Ask for actions for a lane."""
-        at, (request, asked, *_) = self._first + lane, self._acting[policy]
+        at, request = self._first + lane, self._requests[policy]
         request["observations"][at] = observations
         if state is not None:
             request["state"][at] = state
         if (policy, lane) not in self._asked_s:
-            asked["worker"][at] = at % self.spec.workers
-        asked["number"][at] = next(self._numbers)
+            request["worker"][at] = at % self.spec.workers
+        request["number"][at] = next(self._numbers)
         self._ask(policy, lane)
 
     def actions(self, policy: str, lane: int) -> tuple[Acted, int] | None:
@@ -243,11 +247,10 @@ class Streams:
 
         The arrays are overwritten after the lane's next ``post``.
         """
-        at, (_, asked, answer, answered) = self._first + lane, self._acting[policy]
-        number = asked["number"][at]
+        at, asked, answer = self._first + lane, self._requests[policy], self._answers[policy]
         found = int(asked["worker"][at]) * self.spec.lanes + at
-        if answered["number"][found] != number:
-            late = np.flatnonzero(answered["number"][at :: self.spec.lanes] == number)
+        if answer["number"][found] != asked["number"][at]:
+            late = np.flatnonzero(answer["number"][at :: self.spec.lanes] == asked["number"][at])
             if not len(late):
                 if time.monotonic() - self._asked_s[policy, lane] > RETRY_S:
                     asked["worker"][at] = (asked["worker"][at] + 1) % self.spec.workers
@@ -255,12 +258,12 @@ class Streams:
                 return None
             asked["worker"][at] = late[0]  # one that was asked before, and answers
             found = int(late[0]) * self.spec.lanes + at
-        return acted_of(row(answer, found)), int(answered["version"][found])
+        return acted_of(row(answer, found)), int(answer["version"][found])
 
     def _ask(self, policy: str, lane: int) -> None:
         at = self._first + lane
-        worker = self._acting[policy][1]["worker"][at]
-        is_sent = self._tell(f"worker/{worker}", [f"{policy}/request", f"{policy}/asked"], [at])
+        worker = self._requests[policy]["worker"][at]
+        is_sent = self._tell(f"worker/{worker}", [f"{policy}/requests"], [at])
         self._asked_s[policy, lane] = time.monotonic() if is_sent else -RETRY_S
 
     # A policy worker's end
@@ -268,33 +271,31 @@ class Streams:
     def requests(self, policy: str) -> ActingRequests | None:
         """Return all requests that have arrived and are not answered; None without one."""
         self.look()
-        (request, asked, _, answered), own = self._acting[policy], self._index * self.spec.lanes
-        done = answered["number"][own : own + self.spec.lanes]
+        asked, own = self._requests[policy], self._index * self.spec.lanes
+        done = self._answers[policy]["number"][own : own + self.spec.lanes]
         lanes = np.flatnonzero((asked["worker"] == self._index) & (asked["number"] != done))
         if not len(lanes):
             return None
-        numbers = asked["number"][lanes]
-        gathered = row(request, lanes)
-        rows = {name: array.reshape(-1, *array.shape[2:]) for name, array in gathered.items()}
+        found = row(asked, lanes)
+        rows = {
+            name: found[name].reshape(-1, *found[name].shape[2:])
+            for name in self.spec.layouts[policy].request.names or ()
+        }
         return ActingRequests(
-            observations=rows["observations"], state=rows.get("state"), lanes=lanes, numbers=numbers
+            observations=rows["observations"], state=rows.get("state"), lanes=lanes, numbers=found["number"]
         )
 
     def answer(self, policy: str, requests: ActingRequests, acted: Acted, version: int) -> None:
         """Send the actions to the actors."""
-        arrays, (_, _, answers, answered) = arrays_of_acted(acted), self._acting[policy]
-        rows = self._index * self.spec.lanes + requests.lanes
-        for name, column in answers.items():
-            column[rows] = arrays[name].reshape(len(rows), *column.shape[1:])
-        answered["version"][rows] = version
-        answered["number"][rows] = requests.numbers
-        tables, actors = (
-            [f"{policy}/answer", f"{policy}/answered"],
-            (requests.lanes // self.spec.ring).tolist(),
-        )
+        answers, rows = self._answers[policy], self._index * self.spec.lanes + requests.lanes
+        for name, array in arrays_of_acted(acted).items():
+            answers[name][rows] = array.reshape(len(rows), *answers[name].shape[1:])
+        answers["version"][rows] = version
+        answers["number"][rows] = requests.numbers
+        actors = (requests.lanes // self.spec.ring).tolist()
         for actor in set(actors):
             own = (at for at, owner in zip(rows, actors, strict=True) if owner == actor)
-            self._tell(f"actor/{actor}", tables, own)
+            self._tell(f"actor/{actor}", [f"{policy}/answers"], own)
 
     # Every worker's end
 
@@ -316,19 +317,18 @@ class Streams:
         """Return a policy's newest weights, if they are newer than a version; the arrays are copies."""
         if (found := self._newest_record(policy, version)) is None:
             return None
-        columns = columns_of(found[1].view(self.spec.weights[policy]))
-        return found[0], {name: np.asarray(column[0]) for name, column in columns.items()}
+        arrays = columns_of(found["arrays"])
+        return int(found["version"][0]), {name: np.asarray(column[0]) for name, column in arrays.items()}
 
-    def _newest_record(self, policy: str, version: int) -> tuple[int, Array] | None:
-        """Return a copy of the newest weights as they are in memory, [bytes]."""
-        written, records = self._dock.columns[f"{policy}/written"], self._dock.rows[f"{policy}/weights"]
-        while whole := int(written["whole"][0]):
-            found = int(written["versions"][0, whole % _COPIES])
-            if found <= version:
+    def _newest_record(self, policy: str, version: int) -> Array | None:
+        """Return a copy, [1], of a policy's newest weights with their version."""
+        copies, table = self._dock.columns[f"{policy}/weights"], self._dock.tables[f"{policy}/weights"]
+        while number := copies["whole"][at := int(copies["whole"].argmax())]:
+            if copies["version"][at] <= version:
                 break
-            record = records[whole % _COPIES].copy()
-            if written["begun"][0] < whole + _COPIES:  # the writer had not come back to this copy
-                return found, record
+            found: Array = table[at : at + 1].copy()
+            if copies["begun"][at] == number:  # the writer had not come back to this copy
+                return found
         return None
 
     def refresh(self, policies: Mapping[str, ActorPolicy]) -> bool:
@@ -358,12 +358,14 @@ class Streams:
 
     def publish(self, policy: str, version: int, weights: Weights) -> None:
         """Replace the newest weights of a policy."""
-        written = self._dock.columns[f"{policy}/written"]
-        written["begun"][0] = number = int(written["whole"][0]) + 1
-        for name, column in self._dock.columns[f"{policy}/weights"].items():
-            column[number % _COPIES] = weights[name]
-        written["versions"][0, number % _COPIES] = version
-        written["whole"][0] = number
+        copies = self._dock.columns[f"{policy}/weights"]
+        number = int(copies["whole"].max()) + 1
+        at = number % _COPIES
+        copies["begun"][at] = number
+        for name, column in columns_of(copies["arrays"]).items():
+            column[at] = weights[name]
+        copies["version"][at] = version
+        copies["whole"][at] = number
         self._dock.ring("hub")
 
     def control(self, *, is_stopped: bool, round_: int) -> None:
@@ -375,23 +377,20 @@ class Streams:
 
     def _arrived(self) -> Array:
         self.look()
-        state = self._dock.columns["marks"]["state"]
-        if self._kind == "buffer":
-            lanes = np.arange(len(state)) // self.spec.depth
-            return np.flatnonzero((state == WRITTEN) & (lanes % self.spec.buffers == self._index))
-        wanted = READY if self.spec.buffers else WRITTEN
-        return np.flatnonzero((state == wanted) & ~self._is_taken)
+        wanted = READY if self.spec.buffers and self._kind == "trainer" else WRITTEN
+        is_there = self._dock.columns["marks"]["state"][self._own] == wanted
+        found: Array = self._own[is_there & ~self._is_taken[self._own]]
+        return found
 
     def _received(self, slot: int) -> Received:
         actor, lane = divmod(slot // self.spec.depth, self.spec.ring)
         fragments = {}
         for policy in self.spec.layouts:
-            table = self._dock.columns[f"{policy}/episodes"]
-            played = table["played"][slot, : int(table["count"][slot])].tolist()
-            episodes = [
-                FinishedEpisode(**dict(zip(_EPISODE.names or (), each, strict=True))) for each in played
-            ]
             arrays = row(self._dock.columns[f"{policy}/samples"], slot)
+            episodes = [
+                FinishedEpisode(**dict(zip(_EPISODE.names or (), each, strict=True)))
+                for each in arrays["episodes"][: int(arrays["num_episodes"])].tolist()
+            ]
             fragments[policy] = fragment_of(arrays, episodes=episodes, policy=policy, actor=actor)
         number = int(self._dock.columns["marks"]["number"][slot]) - 1
         release = partial(self._pass_on, slot)

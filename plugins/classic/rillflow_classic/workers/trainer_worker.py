@@ -14,7 +14,6 @@ Loop of the thread
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -68,7 +67,7 @@ class FragmentQueue:
         self._batch, self._reuses, self._max_lag = batch, reuses, max_lag
         self._waiting: list[_Waiting] = []
         self.dropped = 0
-        """Fragments that were too old or too many."""
+        """Number of fragments that were too old or too many."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -123,7 +122,7 @@ class TrainerWorker:
         self, learners: Mapping[str, Learner], streams: Streams, fragments: FragmentQueue, *, prefetch: bool
     ) -> None:
         self._learners, self._streams, self._fragments = learners, streams, fragments
-        self._lock, self._is_closed = threading.Lock(), False
+        self._is_closed, self._reported = False, fragments.dropped
         self._thread = ThreadPoolExecutor(1, "trainer-batches") if prefetch else None
         self._ahead = self._thread.submit(self._prefetched) if self._thread is not None else None
 
@@ -138,9 +137,8 @@ class TrainerWorker:
 
     def metrics(self) -> Metrics:
         """Return what the queue dropped since the last call."""
-        with self._lock:
-            dropped, self._fragments.dropped = self._fragments.dropped, 0
-        return {"actor/dropped_fragments/sum": Sum(value=float(dropped))}
+        before, self._reported = self._reported, self._fragments.dropped
+        return {"actor/dropped_fragments/sum": Sum(value=float(self._reported - before))}
 
     def close(self) -> None:
         """End the thread."""
@@ -157,15 +155,12 @@ class TrainerWorker:
     def _assembled(self, wait_s: float) -> Rollout | None:
         """Take what has arrived, and join a batch."""
         version = min(learner.version for learner in self._learners.values())
-        with self._lock:
-            batch = self._fragments.take(version)
-        if batch is not None:
-            return batch
-        received = self._streams.take(wait_s)
-        with self._lock:
-            for each in received:
+        batch = self._fragments.take(version)
+        if batch is None:
+            for each in self._streams.take(wait_s):
                 self._fragments.put(each)
-            return self._fragments.take(version)
+            batch = self._fragments.take(version)
+        return batch
 
 
 def assembled(items: Sequence[Mapping[str, Fragment]]) -> Rollout:

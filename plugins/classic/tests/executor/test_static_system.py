@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
 import rillflow
 from rillflow.cli.main import main
-from rillflow.errors import ConfigError, RillflowError
+from rillflow.errors import ConfigError
 from rillflow.runs import layout
-from rillflow.workers.backend import Pool
-from rillflow.workers.inline import InlineBackend
-from rillflow_classic.executor.system import StaticSystem
-from rillflow_classic.worker_set import WorkerSet
 
 RECIPE: dict[str, Any] = {
     "kind": "classic",
@@ -72,6 +68,7 @@ def test_the_plan_is_drawn_and_nothing_runs(tmp_path: Path, capsys: pytest.Captu
         ({"workers.transport": "shared_memory"}, "a static plan runs the actors on threads"),
         ({"algorithm.name": "a3c"}, "a static plan has a fixed pattern"),
         ({"algorithm.name": "apex"}, "a static plan has a fixed pattern"),
+        ({"algorithm.name": "impala"}, "a static plan has a fixed pattern"),
     ],
 )
 def test_a_recipe_without_a_fixed_pattern_is_refused(
@@ -80,13 +77,3 @@ def test_a_recipe_without_a_fixed_pattern_is_refused(
     changes = {"workers.executor": "static", "run.dir": str(tmp_path / "run"), **settings}
     with pytest.raises(ConfigError, match=message):
         rillflow.train(RECIPE, settings=changes, quiet=True)
-
-
-def test_rollouts_as_they_come_are_refused() -> None:
-    backend = InlineBackend()
-    backend.open([Pool(name="actors", size=1)])
-    system = StaticSystem(WorkerSet(backend, "actors", cast(Any, str)), {}, 1)
-    with pytest.raises(RillflowError, match="which actor is next then depends on time"):
-        system.rollouts("async")
-    with pytest.raises(RillflowError, match="rollouts have no mode 'often'"):
-        system.rollouts("often")

@@ -238,6 +238,25 @@ def test_a_request_goes_to_another_worker_and_late_answers_are_ignored(
     transport.close()
 
 
+def test_a_slow_worker_answers_although_the_next_one_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a request would wait for ever if every batch took longer than RETRY_S."""
+    now = [0.0]
+    monkeypatch.setattr("rillflow_classic.streams.streams.time.monotonic", lambda: now[0])
+    transport = made("shared_memory", spec_of(workers=3))
+    client, slow = transport.end("actor", 0), transport.end("worker", 0)
+    observations = np.arange(9, dtype=np.float32).reshape(3, 3)
+    client.post("policy", 0, observations, None)
+    requests = slow.requests("policy")
+    assert requests is not None
+    now[0] += RETRY_S + 0.1
+    assert client.actions("policy", 0) is None
+    slow.answer("policy", requests, AffinePolicy().act(requests.observations), 5)
+    answer = client.actions("policy", 0)
+    assert answer is not None
+    assert answer[1] == 5
+    transport.close()
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_schedule_delivers_each_fragment_once_and_in_order(data: st.DataObject) -> None:

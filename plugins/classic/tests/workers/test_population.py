@@ -194,11 +194,11 @@ def test_a_killed_member_goes_on_from_the_best_of_the_others(recipe: Path) -> No
         system.reset(1)
         system.step()
         kept = tensors(system, 0)
-        pids = [system.members.run(index, _pid).read() for index in range(2)]
+        pids = [system.members.call(index, _pid).read() for index in range(2)]
         os.kill(pids[1], signal.SIGKILL)
         metrics = system.step()
-        assert system.members.run(1, _pid).read() not in pids
-        assert system.members.run(0, _pid).read() == pids[0]
+        assert system.members.call(1, _pid).read() not in pids
+        assert system.members.call(0, _pid).read() == pids[0]
         assert tensors(system, 1) != kept and metrics["policy/loss/mean"]
         system.step()
 
