@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rillflow.errors import TrainingError
@@ -63,24 +62,12 @@ class DataParallelLearner:
             TrainingError: the fragment has fewer slots than there are ranks.
             NotFiniteError: a loss or a gradient is not finite, on any rank.
         """
-        calls = self._call_with_parts("update", data)
+        parts = split_by_slots(data, self._workers.size)
+        calls = [self._workers.call(rank, "update", part) for rank, part in enumerate(parts)]
         metrics = merge_metrics([call.read() for call in calls])
         self.version += 1
         self.policy.load(self.version, self.weights())
         return metrics
-
-    def gradients(self, data: Fragment) -> tuple[list[Tensor], Metrics]:
-        """See Learner; the gradients of the ranks are summed."""
-        results = [call.read() for call in self._call_with_parts("gradients", data)]
-        summed = [torch.stack(parts).sum(dim=0) for parts in zip(*(each for each, _ in results), strict=True)]
-        return summed, merge_metrics([metrics for _, metrics in results])
-
-    def apply(self, gradients: list[Tensor]) -> None:
-        """See Learner; every rank takes the same step."""
-        share = [each / self._workers.size for each in gradients]  # the ranks sum what they get
-        _read(self._workers.call_all("apply", share))
-        self.version += 1
-        self.policy.load(self.version, self.weights())
 
     def weights(self) -> Weights:
         """See Learner; all ranks have the same."""
@@ -95,10 +82,6 @@ class DataParallelLearner:
         _read(self._workers.call_all("restore", tensors, state))
         self.version = cast(int, state["version"])
         self.policy.load(self.version, self.weights())
-
-    def _call_with_parts(self, method: str, data: Fragment) -> list[WorkerCall]:
-        parts = split_by_slots(data, self._workers.size)
-        return [self._workers.call(rank, method, part) for rank, part in enumerate(parts)]
 
 
 def split_by_slots(fragment: Fragment, count: int) -> list[Fragment]:

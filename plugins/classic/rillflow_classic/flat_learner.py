@@ -20,7 +20,7 @@ from rillflow.errors import NotFiniteError
 from rillflow.runs.json_lines import JSON
 from rillflow.workers.collectives import Ranks, SingleRank
 from rillflow_classic.networks.acting import weights_of
-from rillflow_classic.networks.flat import flattened, views
+from rillflow_classic.networks.flat import flattened
 from rillflow_classic.policy import ActorPolicy, Weights
 
 N = TypeVar("N", bound=nn.Module)
@@ -77,16 +77,6 @@ class FlatLearner(Generic[N]):
         """The part of the network that acts."""
         return self.network
 
-    def apply(self, gradients: list[Tensor]) -> None:
-        """Take one optimiser step with given gradients.
-
-        Raises:
-            NotFiniteError: a gradient is not finite; the weights stay.
-        """
-        torch.cat([each.flatten() for each in gradients], out=self._gradient)
-        self._step()
-        self._count_update()
-
     def weights(self) -> Weights:
         """Return a copy of all weights of the acting network."""
         return weights_of(self.acting)
@@ -111,10 +101,6 @@ class FlatLearner(Generic[N]):
     def _gradient(self) -> Tensor:
         assert self._flat.grad is not None
         return self._flat.grad
-
-    def _copied_gradients(self) -> list[Tensor]:
-        """Return a copy of the gradient of every parameter."""
-        return views(self._gradient.clone(), self.network.parameters())
 
     def _step(self, terms: Mapping[str, float] | None = None) -> float:
         """Sum the gradient over ranks, scale it down, and step. Returns its norm before.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from rillflow_classic.networks.flat import flattened
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator
 from rillflow_classic.policy import ActorPolicy
-from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Space, Transitions
+from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Transitions
 
 
 class OffPolicyConfig(LearnerConfig):
@@ -55,30 +55,17 @@ class OffPolicyConfig(LearnerConfig):
         return self
 
 
-@dataclass(frozen=True)
-class ReplayMaker:
-    """Makes an empty buffer, or a part of one."""
-
-    observation_space: Space
-    """Space of one observation."""
-    action_space: Space
-    """Space of one action."""
-    settings: Any
-    """Settings of the algorithm."""
-    seed: int
-    """Seed of the draws."""
-
-    def __call__(self, index: int, divided_by: int = 1) -> ReplayBuffer:
-        """Return part ``index`` of a buffer that is divided into equal parts."""
-        replay = self.settings.replay
-        return ReplayBuffer(
-            replay.model_copy(update={"capacity": replay.capacity // divided_by}),
-            self.observation_space,
-            self.action_space,
-            discount=self.settings.gamma,
-            num_steps=self.settings.num_steps,
-            seed=self.seed + index,
-        )
+def make_replay(inputs: LearnerInputs, index: int = 0, divided_by: int = 1) -> ReplayBuffer:
+    """Return an empty buffer, or part ``index`` of one that is divided into equal parts."""
+    settings = inputs.settings
+    return ReplayBuffer(
+        settings.replay.model_copy(update={"capacity": settings.replay.capacity // divided_by}),
+        inputs.observation_space,
+        inputs.action_space,
+        discount=settings.gamma,
+        num_steps=settings.num_steps,
+        seed=inputs.seed + index,
+    )
 
 
 class OffPolicyLearner(FlatLearner[N], ABC):
@@ -93,7 +80,8 @@ class OffPolicyLearner(FlatLearner[N], ABC):
     def __init__(
         self, inputs: LearnerInputs, network: N, make_policy: Callable[[N, LearnerInputs], ActorPolicy]
     ) -> None:
-        self._inputs = inputs
+        self.inputs = inputs
+        """Arguments of its constructor."""
         self.target = copy.deepcopy(network).requires_grad_(False)
         """Network that makes the targets."""
         self.errors: Array = np.zeros(0, np.float32)
@@ -110,15 +98,6 @@ class OffPolicyLearner(FlatLearner[N], ABC):
     def follow(self) -> None:
         """Move the target network after an update."""
 
-    def make_replay(self) -> ReplayBuffer:
-        """Return an empty buffer for its transitions."""
-        return self.replay_maker()(0)
-
-    def replay_maker(self) -> ReplayMaker:
-        """Return what makes an empty buffer in any process."""
-        inputs = self._inputs
-        return ReplayMaker(inputs.observation_space, inputs.action_space, inputs.settings, inputs.seed)
-
     def train(self, buffer: ReplayBuffer) -> Metrics:
         """Take the updates that follow a fragment; none while the buffer has too few transitions."""
         if buffer.num_transitions < max(self._settings.learning_starts, self._settings.batch_size):
@@ -131,15 +110,14 @@ class OffPolicyLearner(FlatLearner[N], ABC):
         Raises:
             NotFiniteError: the gradient is not finite; the weights stay.
         """
-        metrics = self._backward(data)
-        norm = self._step()
+        loss, metrics = self.loss(data)
+        self._gradient.zero_()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = Mean(total=self._step(), count=1)
         self._count_update()
-        return {**metrics, "policy/gradient_norm/mean": Mean(total=norm, count=1)}
-
-    def gradients(self, data: Transitions[Array]) -> tuple[list[Tensor], Metrics]:
-        """Return the gradient of every parameter, without a step."""
-        metrics = self._backward(data)
-        return self._copied_gradients(), metrics
+        self.follow()
+        mean = Mean(total=float(loss.detach()), count=1)
+        return {"policy/loss/mean": mean, **metrics, "policy/gradient_norm/mean": norm}
 
     def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
         """Return also the target network and the state of the random numbers."""
@@ -159,17 +137,6 @@ class OffPolicyLearner(FlatLearner[N], ABC):
         buffer.set_priorities(batch.serials, self.errors)
         return metrics
 
-    def _backward(self, data: Transitions[Array]) -> Metrics:
-        loss, metrics = self.loss(data)
-        self._gradient.zero_()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return {"policy/loss/mean": Mean(total=float(loss.detach()), count=1), **metrics}
-
-    def _count_update(self) -> None:
-        """See FlatLearner; the target network follows."""
-        super()._count_update()
-        self.follow()
-
 
 def train_from_replay(system: System, learner: OffPolicyLearner[Any], name: str = "replay") -> Operator:
     """Add a fragment to the learner's buffer, take its updates, and send new weights to the actors.
@@ -179,7 +146,7 @@ def train_from_replay(system: System, learner: OffPolicyLearner[Any], name: str 
         learner: the learner.
         name: name of the buffer in checkpoints.
     """
-    buffer = system.kept.keep(name, learner.make_replay)
+    buffer = system.kept.keep(name, partial(make_replay, learner.inputs))
 
     def train(fragment: Fragment) -> Metrics:
         acted = fragment_metrics(fragment, learner.version)

@@ -63,12 +63,6 @@ class Learner(Protocol):
     def update(self, data: Any) -> Metrics:
         """Take the algorithm's optimiser steps on data, such as a Fragment or Transitions."""
 
-    def gradients(self, data: Any) -> tuple[list[Tensor], Metrics]:
-        """Return the gradient of every parameter, without a step."""
-
-    def apply(self, gradients: list[Tensor]) -> None:
-        """Take one optimiser step with given gradients."""
-
     def weights(self) -> Weights:
         """Return a copy of all weights."""
 
@@ -77,3 +71,13 @@ class Learner(Protocol):
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
         """Restore what ``state`` returned."""
+
+
+class GradientLearner(Learner, Protocol):
+    """A learner whose gradients may be computed in one process and applied in another."""
+
+    def gradients(self, data: Any) -> tuple[list[Tensor], Metrics]:
+        """Return the gradient of every parameter, without a step."""
+
+    def apply(self, gradients: list[Tensor]) -> None:
+        """Take one optimiser step with given gradients."""

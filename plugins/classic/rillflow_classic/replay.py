@@ -126,8 +126,6 @@ class ReplayBuffer:
         self._last: tuple[int, str] | None = None  # actor and policy of the newest fragment
         self.num_transitions = 0
         """Number of transitions that can be drawn."""
-        self.num_added = 0
-        """Number of environment steps that were added so far."""
 
     def add(self, fragment: Fragment) -> None:
         """Add the steps of a fragment, over the oldest rows.
@@ -151,7 +149,6 @@ class ReplayBuffer:
             self._begun = first
         places = np.arange(first, first + num_rows * num_slots) % capacity
         self._last, self._count = (fragment.actor, fragment.policy), first + len(places)
-        self.num_added += fragment.num_steps
         self.num_transitions += fragment.num_steps - int(np.count_nonzero(self._rows["strides"][places]))
         self._rows[places] = self._rows_of(fragment).ravel()
         if self._tree is not None:
@@ -203,13 +200,13 @@ class ReplayBuffer:
         tensors = {name: torch.from_numpy(rows[name]) for name in rows.dtype.names or ()}
         if self._tree is not None:
             tensors["priorities"] = torch.from_numpy(self._tree.leaves[: len(rows)])
-        numbers = {"count": self._count, "num_added": self.num_added, "largest": self._largest}
+        numbers = {"count": self._count, "largest": self._largest}
         return tensors, {**numbers, "random": self._random.bit_generator.state}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Restore what ``state`` of a buffer of the same settings returned."""
         self._last = None
-        self._count, self.num_added, self._largest = state["count"], state["num_added"], state["largest"]
+        self._count, self._largest = state["count"], state["largest"]
         self._random.bit_generator.state = state["random"]
         rows = self._rows[: self._count]
         for name in rows.dtype.names or ():

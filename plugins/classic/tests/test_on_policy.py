@@ -259,13 +259,6 @@ def test_any_number_of_trainers_gives_the_same_weights(ranks: int, network: str)
                 assert metric.value == pytest.approx(expected[name].value, rel=1e-3, abs=1e-5), name
         for name, value in alone.weights().items():
             np.testing.assert_allclose(together.weights()[name], value, atol=1e-5)
-        gradients, _ = together.gradients(data)
-        for one, other in zip(gradients, alone.gradients(data)[0], strict=True):
-            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
-        together.apply(gradients)
-        alone.apply(gradients)
-        for name, value in alone.weights().items():
-            np.testing.assert_allclose(together.weights()[name], value, atol=1e-5)
         together.restore(*alone.state())
         assert together.version == together.policy.version == alone.version
     finally:

@@ -24,6 +24,7 @@ from rillflow.runs.json_lines import JSON
 from rillflow_classic.algorithm import ClassicAlgorithm, System
 from rillflow_classic.algorithms.dqn import DQNLearner, QConfig
 from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.off_policy import make_replay
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator, PlanContext
 from rillflow_classic.operators.iterators import concurrently, queue
@@ -84,7 +85,7 @@ class ReplayShards:
 def plan(system: System, settings: ApexConfig) -> Iterator[Metrics]:
     """Return the dataflow: store, replay and learn, concurrently."""
     learner: Any = system.learner
-    make = partial(learner.replay_maker(), divided_by=settings.shards)
+    make = partial(make_replay, learner.inputs, divided_by=settings.shards)
     workers = system.kept.keep(POOL, lambda: ReplayShards(system.start_workers(POOL, make))).workers
     enqueue, batches = queue(settings.queued)
     rollouts = system.rollouts("async", num_async=settings.num_async)

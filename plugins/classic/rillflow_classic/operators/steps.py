@@ -20,7 +20,7 @@ from rillflow_classic.algorithm import System
 from rillflow_classic.fragment import Fragment, joined
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext
 from rillflow_classic.operators.iterators import LocalIterator, collect, from_workers
-from rillflow_classic.policy import Learner
+from rillflow_classic.policy import GradientLearner
 from rillflow_classic.worker_set import WorkerSet
 
 Rollout = Fragment | Mapping[str, Fragment]
@@ -112,7 +112,7 @@ def average_gradients(items: Sequence[WorkerGradients]) -> WorkerGradients:
 
 
 def apply_gradients(
-    learner: Learner, *, update_all: WorkerSet[Any] | None = None, policy: str = "policy"
+    learner: GradientLearner, *, update_all: WorkerSet[Any] | None = None, policy: str = "policy"
 ) -> Operator:
     """Take a step with a worker's gradients, send new weights, and return the metrics.
 
