@@ -10,19 +10,20 @@ the same gradient, up to rounding, and all ranks keep equal weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rillflow.errors import TrainingError
 from rillflow.records.metrics import Metrics, merge_metrics
-from rillflow.runs.json_lines import JSON
 from rillflow.workers.backend import Backend, Place, Site
 from rillflow.workers.collectives import Ranks
+from rillflow_classic.checkpointed import State
 from rillflow_classic.fragment import Fragment
 from rillflow_classic.policy import ActorPolicy, Learner, Weights
 from rillflow_classic.worker_set import DEADLINE_S, WorkerCall, WorkerSet
@@ -62,26 +63,42 @@ class DataParallelLearner:
             TrainingError: the fragment has fewer slots than there are ranks.
             NotFiniteError: a loss or a gradient is not finite, on any rank.
         """
-        parts = split_by_slots(data, self._workers.size)
-        calls = [self._workers.call(rank, "update", part) for rank, part in enumerate(parts)]
+        calls = self._call_with_parts("update", data)
         metrics = merge_metrics([call.read() for call in calls])
         self.version += 1
         self.policy.load(self.version, self.weights())
         return metrics
 
+    def gradients(self, data: Fragment) -> tuple[list[Tensor], Metrics]:
+        """See Learner; the gradients of the ranks are summed."""
+        results = [call.read() for call in self._call_with_parts("gradients", data)]
+        summed = [torch.stack(parts).sum(dim=0) for parts in zip(*(each for each, _ in results), strict=True)]
+        return summed, merge_metrics([metrics for _, metrics in results])
+
+    def apply(self, gradients: list[Tensor]) -> None:
+        """See Learner; every rank takes the same step."""
+        share = [each / self._workers.size for each in gradients]  # the ranks sum what they get
+        _read(self._workers.call_all("apply", share))
+        self.version += 1
+        self.policy.load(self.version, self.weights())
+
     def weights(self) -> Weights:
         """See Learner; all ranks have the same."""
         return cast(Weights, self._workers.call(0, "weights").read())
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+    def state(self) -> State:
         """See Learner; all ranks have the same."""
-        return cast("tuple[Mapping[str, Tensor], Mapping[str, JSON]]", self._workers.call(0, "state").read())
+        return cast(State, self._workers.call(0, "state").read())
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
+    def restore(self, state: State) -> None:
         """See Learner; any number of ranks restores the state of any other."""
-        _read(self._workers.call_all("restore", tensors, state))
+        _read(self._workers.call_all("restore", state))
         self.version = cast(int, state["version"])
         self.policy.load(self.version, self.weights())
+
+    def _call_with_parts(self, method: str, data: Fragment) -> list[WorkerCall]:
+        parts = split_by_slots(data, self._workers.size)
+        return [self._workers.call(rank, method, part) for rank, part in enumerate(parts)]
 
 
 def split_by_slots(fragment: Fragment, count: int) -> list[Fragment]:

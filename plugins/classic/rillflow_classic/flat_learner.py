@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rillflow.config.schema import Section
 from rillflow.errors import NotFiniteError
-from rillflow.runs.json_lines import JSON
 from rillflow.workers.collectives import Ranks, SingleRank
+from rillflow_classic.checkpointed import State
 from rillflow_classic.networks.acting import weights_of
 from rillflow_classic.networks.flat import flattened
 from rillflow_classic.policy import ActorPolicy, Weights
@@ -81,20 +81,15 @@ class FlatLearner(Generic[N]):
         """Return a copy of all weights of the acting network."""
         return weights_of(self.acting)
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+    def state(self) -> State:
         """Return weights, the moments of Adam and the number of updates."""
-        adam: Mapping[str, Tensor] = self._optimizer.state[self._flat]
-        areas = {"network": self.network.state_dict(), "optimizer": adam}
-        tensors = {
-            f"{area}.{name}": value.clone() for area, held in areas.items() for name, value in held.items()
-        }
-        return tensors, {"version": self.version}
+        adam = self._optimizer.state[self._flat]
+        return {"network": self.network.state_dict(), "optimizer": adam, "version": self.version}
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def restore(self, state: State) -> None:
         """Restore what ``state`` returned."""
-        self.network.load_state_dict(under("network.", tensors))
-        adam = under("optimizer.", tensors)
-        self._optimizer.state[self._flat] = {name: value.clone() for name, value in adam.items()}
+        self.network.load_state_dict(state["network"])
+        self._optimizer.state[self._flat] = {k: value.clone() for k, value in state["optimizer"].items()}
         self.version = self.policy.version = state["version"]
 
     @property
@@ -134,8 +129,3 @@ class FlatLearner(Generic[N]):
         """Count an update; subclasses do here what follows one."""
         self.version += 1
         self.policy.version = self.version
-
-
-def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names have a prefix, without it."""
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Mean, Metric, Metrics, merge_metrics
-from rillflow.runs.json_lines import JSON
 from rillflow_classic.algorithm import LearnerInputs, System
-from rillflow_classic.flat_learner import FlatLearner, LearnerConfig, N, under
+from rillflow_classic.checkpointed import State
+from rillflow_classic.flat_learner import FlatLearner, LearnerConfig, N
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.flat import flattened
 from rillflow_classic.on_policy import fragment_metrics
@@ -119,17 +119,15 @@ class OffPolicyLearner(FlatLearner[N], ABC):
         mean = Mean(total=float(loss.detach()), count=1)
         return {"policy/loss/mean": mean, **metrics, "policy/gradient_norm/mean": norm}
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+    def state(self) -> State:
         """Return also the target network and the state of the random numbers."""
-        tensors, numbers = super().state()
-        target = {f"target.{name}": value.clone() for name, value in self.target.state_dict().items()}
-        return {**tensors, **target, "random.state": self._random.get_state()}, numbers
+        return {**super().state(), "target": self.target.state_dict(), "random": self._random.get_state()}
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def restore(self, state: State) -> None:
         """Restore what ``state`` returned."""
-        super().restore(tensors, state)
-        self.target.load_state_dict(under("target.", tensors))
-        self._random.set_state(tensors["random.state"])
+        super().restore(state)
+        self.target.load_state_dict(state["target"])
+        self._random.set_state(state["random"])
 
     def _drawn_update(self, buffer: ReplayBuffer) -> Metrics:
         batch = buffer.sample(self._settings.batch_size)

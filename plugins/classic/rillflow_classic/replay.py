@@ -19,7 +19,6 @@ Legend: T steps, N slots, B transitions of a batch, C rows of capacity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -28,13 +27,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
 from rillflow.app.doctor import available_memory
 from rillflow.config.schema import Section
 from rillflow.errors import ConfigError, RecordError
 from rillflow.runs.formatting import size
-from rillflow.runs.json_lines import JSON
+from rillflow_classic.checkpointed import State
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.sum_tree import SumTree
 
@@ -190,30 +188,30 @@ class ReplayBuffer:
         self._tree.set(places, priorities)
         self._largest = max(self._largest, float(priorities.max(initial=0.0)))
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
-        """Return everything a resumed run needs: views of the rows so far, and JSON.
+    def state(self) -> State:
+        """Return everything a resumed run needs, with views of the rows so far.
 
         The next fragment is not taken as a continuation, because environments reset where a run may resume.
         """
         self._last = None
         rows = self._rows[: self._count]
         tensors = {name: torch.from_numpy(rows[name]) for name in rows.dtype.names or ()}
+        state = {"rows": tensors, "count": self._count, "largest": self._largest}
         if self._tree is not None:
-            tensors["priorities"] = torch.from_numpy(self._tree.leaves[: len(rows)])
-        numbers = {"count": self._count, "largest": self._largest}
-        return tensors, {**numbers, "random": self._random.bit_generator.state}
+            state["priorities"] = torch.from_numpy(self._tree.leaves[: len(rows)])
+        return {**state, "random": self._random.bit_generator.state}
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def restore(self, state: State) -> None:
         """Restore what ``state`` of a buffer of the same settings returned."""
         self._last = None
         self._count, self._largest = state["count"], state["largest"]
         self._random.bit_generator.state = state["random"]
         rows = self._rows[: self._count]
-        for name in rows.dtype.names or ():
-            rows[name] = tensors[name].numpy()
+        for name, values in state["rows"].items():
+            rows[name] = values.numpy()
         self.num_transitions = int(np.count_nonzero(rows["strides"]))
         if self._tree is not None:
-            self._tree.set(np.arange(len(rows)), tensors["priorities"].numpy())
+            self._tree.set(np.arange(len(rows)), state["priorities"].numpy())
 
     def _continues(self, fragment: Fragment) -> bool:
         """Return whether a fragment begins where the newest one ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import gymnasium
@@ -125,8 +126,7 @@ def test_priorities_begin_from_the_values_that_actors_saw() -> None:
     stream = replace(stream, outputs={"best": best, "chosen": chosen})
     buffer = made(100, num_steps=2, alpha=1.0)
     buffer.add(stream)
-    tensors, _ = buffer.state()
-    priorities = tensors["priorities"].numpy()[:60].reshape(30, 2)
+    priorities = buffer.state()["priorities"].numpy()[:60].reshape(30, 2)
     for t, n in np.argwhere(stream.valid):
         total, discount, successor = expected(stream, t, n, 2)
         if successor < 30:
@@ -142,9 +142,9 @@ def test_priorities_of_overwritten_transitions_are_left_out() -> None:
     buffer.add(part(stream, 0, 10))
     old = buffer.sample(8)
     buffer.add(part(stream, 20, 31))
-    before = buffer.state()[0]["priorities"].clone()
+    before = buffer.state()["priorities"].clone()
     buffer.set_priorities(old.serials, np.full(8, 100.0))
-    assert torch.equal(buffer.state()[0]["priorities"], before)
+    assert torch.equal(buffer.state()["priorities"], before)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
@@ -153,9 +153,8 @@ def test_a_restored_buffer_draws_the_same_batches(alpha: float) -> None:
     buffer.add(part(stream, 0, 20))
     buffer.add(part(stream, 20, 40))
     buffer.set_priorities(buffer.sample(8).serials, np.arange(8.0))
-    tensors, state = buffer.state()
     restored = made(50, num_steps=3, alpha=alpha, seed=9)
-    restored.restore({name: tensor.clone() for name, tensor in tensors.items()}, state)
+    restored.restore(copy.deepcopy(buffer.state()))
     for each in (buffer, restored):
         each.add(part(stream, 40, 50))
     one, other = buffer.sample(20), restored.sample(20)
