@@ -102,7 +102,12 @@ class OffPolicyLearner(FlatLearner[N], ABC):
         """Take the updates that follow a fragment; none while the buffer has too few transitions."""
         if buffer.num_transitions < max(self._settings.learning_starts, self._settings.batch_size):
             return {}
-        return merge_metrics(self._drawn_update(buffer) for _ in range(self._settings.updates))
+        found = []
+        for _ in range(self._settings.updates):
+            batch = buffer.sample(self._settings.batch_size)
+            found.append(self.update(batch))
+            buffer.set_priorities(batch.serials, self.errors)
+        return merge_metrics(found)
 
     def update(self, data: Transitions[Array]) -> Metrics:
         """Take one optimiser step on a batch.
@@ -128,12 +133,6 @@ class OffPolicyLearner(FlatLearner[N], ABC):
         super().restore(state)
         self.target.load_state_dict(state["target"])
         self._random.set_state(state["random"])
-
-    def _drawn_update(self, buffer: ReplayBuffer) -> Metrics:
-        batch = buffer.sample(self._settings.batch_size)
-        metrics = self.update(batch)
-        buffer.set_priorities(batch.serials, self.errors)
-        return metrics
 
 
 def train_from_replay(system: System, learner: OffPolicyLearner[Any], name: str = "replay") -> Operator:

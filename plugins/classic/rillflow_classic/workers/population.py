@@ -109,7 +109,7 @@ class PopulationSystem:
         """[M] mean returns in the last round with an episode; NaN before."""
         self.returns = np.zeros((members.size, 2))
         """[M, 2] sum and number of the returns since the last exchange."""
-        self._step, self._is_stale = 0, True
+        self._step = 0
         self._kept = CheckpointedObjects()
         self._kept.put("population", self)
         self._all(lambda index: self._change(index, {}))
@@ -138,7 +138,7 @@ class PopulationSystem:
     def step(self) -> Metrics:
         """Make a step of every member, and let members exchange after every ``every`` steps."""
         found = self._all(lambda index: self.members.call(index, "step"))
-        self._step, self._is_stale = self._step + 1, True
+        self._step += 1
         for index, metrics in enumerate(found):
             if isinstance(mean := metrics.get(RETURN), Mean):
                 self.returns[index] += mean.total, mean.count
@@ -171,7 +171,7 @@ class PopulationSystem:
 
     def restore(self, state: State) -> None:
         """Restore what ``state`` returned."""
-        self._step, self._is_stale = state["step"], True
+        self._step = state["step"]
         scores, self.returns, self.values = np.split(state["table"].numpy().copy(), [1, 3], axis=1)
         self.scores = scores[:, 0]
         self._all(lambda index: self._change(index, state["members"][str(index)]))
@@ -194,11 +194,9 @@ class PopulationSystem:
 
     def _refresh(self) -> None:
         """Give the learners of this process the state of the best member."""
-        if self._is_stale:
-            self._is_stale = False
-            states = self._read(self.best, "states", list(self._learners))
-            for name, learner in self._learners.items():
-                learner.restore(states[name])
+        states = self._read(self.best, "states", list(self._learners))
+        for name, learner in self._learners.items():
+            learner.restore(states[name])
 
     def _change(self, index: int, states: Mapping[str, State]) -> WorkerCall:
         settings = dict(zip(self._names, self.values[index].tolist(), strict=True))
