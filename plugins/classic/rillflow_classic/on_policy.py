@@ -123,7 +123,7 @@ class OnPolicyLearner(FlatLearner[ActorCritic]):
     def gradients(self, data: Fragment) -> tuple[list[Tensor], Metrics]:
         """Return the gradient of every parameter for a whole fragment, without a step.
 
-        The settings make one minibatch of a fragment.
+        The settings have one epoch and one minibatch, as those of A3C.
         """
         experience = self._experience(data)
         [(part, count)] = self._minibatches(experience)
@@ -194,14 +194,11 @@ class OnPolicyLearner(FlatLearner[ActorCritic]):
         settings, valid = self._settings, experience.valid
         num_slots = valid.shape[1]
         if self.network.lstm_size:
-            units, rows, unit = (
-                torch.arange(num_slots)[None],
-                valid.sum(0),
-                "slots, which an LSTM needs whole",
-            )
+            unit, units = "slots, which an LSTM needs whole", torch.arange(num_slots)[None]
+            rows = valid.sum(0)
         else:
-            numbers = torch.arange(valid.numel()).view(valid.shape)
-            units, rows, unit = torch.where(valid, numbers, -1), valid.flatten(), "rows"
+            unit, units = "rows", torch.arange(valid.numel()).view(valid.shape)
+            units, rows = torch.where(valid, units, -1), valid.flatten()
         slots = self.ranks.stack(torch.tensor(num_slots)).tolist()
         first = sum(slots[: self.ranks.rank])
         own = torch.full((len(units), sum(slots)), -1)
