@@ -31,8 +31,14 @@ from rillflow_classic.networks.distributions import Floats
 from rillflow_classic.networks.flat import views
 from rillflow_classic.networks.passes import ForwardPass, NumpyMLP, torch_pass
 
-TERMS = ("policy loss", "value loss", "entropy", "KL divergence", "clipped share")
-"""Sums over rows that every minibatch reports."""
+TERMS = {
+    "policy loss": "policy/loss/mean",
+    "value loss": "policy/value_loss/mean",
+    "entropy": "policy/entropy/mean",
+    "KL divergence": "policy/approximate_kl/mean",
+    "clipped share": "policy/clipped/share",
+}
+"""Metric of each sum over rows that a minibatch reports."""
 
 
 class OnPolicyConfig(LearnerConfig):
@@ -257,11 +263,8 @@ class OnPolicyLearner(FlatLearner[ActorCritic]):
         return torch_pass(output, self._gradient, kept), actions, columns
 
     def _metrics(self, experience: _Experience, totals: Tensor, norms: Sequence[float]) -> Metrics:
-        names = ("loss/mean", "value_loss/mean", "entropy/mean", "approximate_kl/mean", "clipped/share")
-        count = self._settings.epochs * float(experience.valid.sum())
-        means = {
-            f"policy/{k}": Mean(total=v, count=count) for k, v in zip(names, totals.tolist(), strict=True)
-        }
+        count, sums = self._settings.epochs * float(experience.valid.sum()), totals.tolist()
+        means = {name: Mean(total=each, count=count) for name, each in zip(TERMS.values(), sums, strict=True)}
         norm = Mean(total=sum(norms), count=len(norms))
         return {**means, "policy/gradient_norm/mean": norm, **experience.metrics}
 

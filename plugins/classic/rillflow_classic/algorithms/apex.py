@@ -20,7 +20,7 @@ from pydantic import Field
 
 from rillflow.records.metrics import Metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, System
-from rillflow_classic.algorithms.dqn import DQNLearner, QConfig
+from rillflow_classic.algorithms.dqn import DQNConfig, DQNLearner
 from rillflow_classic.checkpointed import State
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.off_policy import make_replay
@@ -35,7 +35,7 @@ POOL = "replay"
 """Pool of the shards, and their name in checkpoints."""
 
 
-class ApexConfig(QConfig):
+class ApexConfig(DQNConfig):
     """``[algorithm]`` of Ape-X."""
 
     num_steps: int = Field(3, ge=1, le=255, description="Rewards in a target before the value, n.")
