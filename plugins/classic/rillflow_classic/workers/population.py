@@ -225,10 +225,9 @@ class PopulationSystem:
         if not there:
             raise ClusterError(f"all {self.members.size} members are lost", why=str(error)) from None
         copied = self._best_of(there)
-        _log.warning("member %d is lost, and goes on from member %d: %s", index, copied, error)
         states = self._read(copied, "states", list(self._learners))
-        self.members.replace(index).read()
-        self.members.make_again(index).read()
+        self.members.start_again(index, error)
+        _log.warning("member %d goes on from member %d", index, copied)
         self._change(index, states).read()
 
     def _best_of(self, members: Iterable[int]) -> int:
