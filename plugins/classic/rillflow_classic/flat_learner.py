@@ -72,14 +72,9 @@ class FlatLearner(Generic[N]):
         self.policy.version = 0
         self._optimizer = torch.optim.Adam([self._flat], lr=settings.lr, eps=eps, fused=True)
 
-    @property
-    def acting(self) -> nn.Module:
-        """The part of the network that acts."""
-        return self.network
-
     def weights(self) -> Weights:
-        """Return a copy of all weights of the acting network."""
-        return weights_of(self.acting)
+        """Return a copy of the weights that the policy loads."""
+        return weights_of(self.network)
 
     def state(self) -> State:
         """Return weights, the moments of Adam and the number of updates."""

@@ -27,6 +27,7 @@ from rillflow.records.metrics import Mean, Metric, mean_of
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
 from rillflow_classic.algorithms.dqn import plan
 from rillflow_classic.fragment import Array
+from rillflow_classic.networks.acting import weights_of
 from rillflow_classic.networks.ensemble import EnsembleMLP
 from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, tensors_of
 from rillflow_classic.policy import Acted, Weights
@@ -126,10 +127,9 @@ class SACLearner(OffPolicyLearner[SACNetwork]):
     def __init__(self, inputs: LearnerInputs) -> None:
         super().__init__(inputs, SACNetwork(inputs), SquashedPolicy)
 
-    @property
-    def acting(self) -> nn.Module:
-        """See OffPolicyLearner."""
-        return self.network.actor
+    def weights(self) -> Weights:
+        """Return a copy of the actor's weights."""
+        return weights_of(self.network.actor)
 
     def loss(self, batch: Transitions[Array]) -> tuple[Tensor, dict[str, Metric]]:
         """Return the sum of the three losses."""
