@@ -54,6 +54,7 @@ from operator_lines import lines_table
 from rillflow.workers.backend import Pool
 from rillflow_classic.algorithms import ppo
 from rillflow_classic.algorithms.registry import algorithm_of
+from rillflow_classic.off_policy import make_replay
 from rillflow_classic.operators.iterators import from_workers
 from rillflow_classic.policy import Learner
 from rillflow_classic.system import CallSystem
@@ -162,7 +163,7 @@ class Cluster:
         from hand_written.replay import RemoteReplay
 
         learner: Any = learner_of("apex")
-        make = partial(learner.replay_maker(), divided_by=settings_of("apex").shards)
+        make = partial(make_replay, learner.inputs, divided_by=settings_of("apex").shards)
         return [RemoteReplay.remote(make, index) for index in range(settings_of("apex").shards)]
 
 

@@ -10,10 +10,10 @@ from ray.exceptions import RayActorError
 
 from hand_written.actors import left_out, send
 from rillflow.records.metrics import Mean, Metrics
-from rillflow_classic.policy import Learner
+from rillflow_classic.policy import GradientLearner
 
 
-def train(actors: Sequence[Any], learner: Learner, num_async: int = 1) -> Iterator[Metrics]:
+def train(actors: Sequence[Any], learner: GradientLearner, num_async: int = 1) -> Iterator[Metrics]:
     """Yield the metrics of every gradient."""
     live, lost = list(actors), {}
     loads = send(learner, live, [])

@@ -1,6 +1,6 @@
 """PPO of Rillflow, with the plan and the workers of a run.
 
-The form is the precision of the CNN, or the number of actors in processes of their own, which share the slots.
+The form is the precision of the CNN, or the number of actors, each in a process with its part of the slots.
 """
 
 from __future__ import annotations

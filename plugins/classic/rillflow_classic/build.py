@@ -16,16 +16,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 
 from rillflow.config.schema import Section
-from rillflow.runs.json_lines import JSON
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.inline import InlineBackend
 from rillflow.workers.processes import ProcessBackend
 from rillflow.workers.start import ray_backend
 from rillflow_classic.algorithm import LearnerInputs
 from rillflow_classic.algorithms.registry import algorithm_of
+from rillflow_classic.checkpointed import State
 from rillflow_classic.config import ActorsConfig, EpisodesConfig
 from rillflow_classic.data_parallel import DataParallelLearner, RankLearner
 from rillflow_classic.environments.catalog import located
@@ -293,23 +292,22 @@ class EnvironmentStatistics:
         found: Mapping[str, Array] = self._system.ask_actors("environment_states")[0][0]
         return found
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+    def state(self) -> State:
         """Return the statistics by actor, environment and name."""
-        states = self._system.ask_actors("environment_states")
         return {
-            f"{actor}.{lane}.{name}": torch.as_tensor(value)
-            for actor, ring in enumerate(states)
-            for lane, found in enumerate(ring)
-            for name, value in found.items()
-        }, {"actors": len(states), "ring": len(states[0])}
+            str(actor): {
+                str(lane): {name: torch.as_tensor(value) for name, value in found.items()}
+                for lane, found in enumerate(ring)
+            }
+            for actor, ring in enumerate(self._system.ask_actors("environment_states"))
+        }
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
+    def restore(self, state: State) -> None:
         """Restore what ``state`` returned."""
-        states: Any = [[{} for _ in range(int(str(state["ring"])))] for _ in range(int(str(state["actors"])))]
-        for key, value in tensors.items():
-            actor, lane, name = key.split(".", 2)
-            states[int(actor)][int(lane)][name] = value.numpy()
-        self._system.ask_actors("restore_environments", states)
+        rings = [state[str(actor)] for actor in range(len(state))]
+        self._system.ask_actors(
+            "restore_environments", [[ring[str(lane)] for lane in range(len(ring))] for ring in rings]
+        )
 
 
 def keep_state(

@@ -6,6 +6,7 @@ write ─> NAME.safetensors for each object, and JSON ─> checkpoint ─> read
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -17,8 +18,8 @@ from torch import Tensor
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.runs.json_lines import JSON
 
-State = tuple[Mapping[str, Tensor], Mapping[str, JSON]]
-"""Tensors by name, and JSON."""
+State = Mapping[str, Any]
+"""Tensors, JSON and further states by name; no name has a ``/``."""
 
 
 class Checkpointed(Protocol):
@@ -27,7 +28,7 @@ class Checkpointed(Protocol):
     def state(self) -> State:
         """Return everything a resumed run needs."""
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
+    def restore(self, state: State) -> None:
         """Restore what ``state`` returned."""
 
 
@@ -54,41 +55,62 @@ class CheckpointedObjects:
     def put(self, name: str, value: C) -> C:
         """Add an object, restored if a checkpoint has its state, and return it."""
         if name in self._read:
-            value.restore(*self._read.pop(name))
+            value.restore(self._read.pop(name))
         self._objects[name] = value
         return value
 
     def states(self, names: Sequence[str] = ()) -> dict[str, State]:
         """Return a copy of the state of some objects by name; of all without names."""
-        found = dict[str, State]()
-        for name in names or self._objects:
-            tensors, state = self._objects[name].state()
-            # safetensors needs tensors of the CPU that share no memory
-            copies = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
-            found[name] = copies, state
-        return found
+        return {name: joined(*split(self._objects[name].state())) for name in names or self._objects}
 
     def take(self, states: Mapping[str, State]) -> None:
         """Restore objects by name; those that are not made yet are restored as they are made."""
         for name, found in states.items():
             if name in self._objects:
-                self._objects[name].restore(*found)
+                self._objects[name].restore(found)
             else:
                 self._read[name] = found
 
     def write(self, folder: Path) -> dict[str, JSON]:
         """Write the tensors of every object into a folder; return the JSON by name."""
         written: dict[str, JSON] = {}
-        for name in self._objects:
-            tensors, written[name] = self.states([name])[name]
-            save_file(dict(tensors), folder / f"{name}.safetensors")
+        for name, each in self._objects.items():
+            tensors, written[name] = split(each.state())
+            save_file(tensors, folder / f"{name}.safetensors")
         return written
 
     def read(self, checkpoint: Checkpoint) -> None:
         """Take the states of a checkpoint."""
         states: Mapping[str, Any] = checkpoint.state["objects"]
         files = {name: load_file(checkpoint.path / f"{name}.safetensors") for name in states}
-        self.take({name: (files[name], state) for name, state in states.items()})
+        self.take({name: joined(files[name], state) for name, state in states.items()})
+
+
+def split(state: State, path: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return copies of the tensors of a state by path, such as ``optimizer/step``, and the rest."""
+    tensors, rest = dict[str, Tensor](), dict[str, Any]()
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            # safetensors needs tensors of the CPU that share no memory
+            tensors[path + name] = value.detach().cpu().clone().contiguous()
+        elif isinstance(value, Mapping):
+            inner, rest[name] = split(value, f"{path}{name}/")
+            tensors |= inner
+        else:
+            rest[name] = value
+    return tensors, rest
+
+
+def joined(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> State:
+    """Return the state that ``split`` took apart."""
+    state: Any = copy.deepcopy(rest)
+    for path, tensor in tensors.items():
+        *folders, name = path.split("/")
+        place = state
+        for folder in folders:
+            place = place[folder]
+        place[name] = tensor
+    return state  # type: ignore[no-any-return]
 
 
 def seed_of(*parts: int) -> int:

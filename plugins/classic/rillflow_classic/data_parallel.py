@@ -10,19 +10,18 @@ the same gradient, up to rounding, and all ranks keep equal weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import numpy as np
-from torch import Tensor
 
 from rillflow.errors import TrainingError
 from rillflow.records.metrics import Metrics, merge_metrics
-from rillflow.runs.json_lines import JSON
 from rillflow.workers.backend import Backend, Site
 from rillflow.workers.collectives import Ranks
+from rillflow_classic.checkpointed import State
 from rillflow_classic.fragment import Fragment
 from rillflow_classic.policy import ActorPolicy, Learner, Weights
 from rillflow_classic.worker_set import WorkerSet
@@ -73,13 +72,13 @@ class DataParallelLearner:
         """See Learner; all ranks have the same."""
         return cast(Weights, self._workers.call(0, "weights").read())
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+    def state(self) -> State:
         """See Learner; all ranks have the same."""
-        return cast("tuple[Mapping[str, Tensor], Mapping[str, JSON]]", self._workers.call(0, "state").read())
+        return cast(State, self._workers.call(0, "state").read())
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
+    def restore(self, state: State) -> None:
         """See Learner; any number of ranks restores the state of any other."""
-        self._workers.read_all("restore", tensors, state)
+        self._workers.read_all("restore", state)
         self.version = cast(int, state["version"])
         self.policy.load(self.version, self.weights())
 

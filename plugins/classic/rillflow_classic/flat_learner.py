@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from rillflow.config.schema import Section
 from rillflow.errors import NotFiniteError
-from rillflow.runs.json_lines import JSON
 from rillflow.workers.collectives import Ranks, SingleRank
+from rillflow_classic.checkpointed import State
 from rillflow_classic.networks.acting import weights_of
-from rillflow_classic.networks.flat import flattened, views
+from rillflow_classic.networks.flat import flattened
 from rillflow_classic.policy import ActorPolicy, Weights
 
 N = TypeVar("N", bound=nn.Module)
@@ -72,49 +72,25 @@ class FlatLearner(Generic[N]):
         self.policy.version = 0
         self._optimizer = torch.optim.Adam([self._flat], lr=settings.lr, eps=eps, fused=True)
 
-    @property
-    def acting(self) -> nn.Module:
-        """The part of the network that acts."""
-        return self.network
-
-    def apply(self, gradients: list[Tensor]) -> None:
-        """Take one optimiser step with given gradients.
-
-        Raises:
-            NotFiniteError: a gradient is not finite; the weights stay.
-        """
-        torch.cat([each.flatten() for each in gradients], out=self._gradient)
-        self._step()
-        self._count_update()
-
     def weights(self) -> Weights:
-        """Return a copy of all weights of the acting network."""
-        return weights_of(self.acting)
+        """Return a copy of the weights that the policy loads."""
+        return weights_of(self.network)
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+    def state(self) -> State:
         """Return weights, the moments of Adam and the number of updates."""
-        adam: Mapping[str, Tensor] = self._optimizer.state[self._flat]
-        areas = {"network": self.network.state_dict(), "optimizer": adam}
-        tensors = {
-            f"{area}.{name}": value.clone() for area, held in areas.items() for name, value in held.items()
-        }
-        return tensors, {"version": self.version}
+        adam = self._optimizer.state[self._flat]
+        return {"network": self.network.state_dict(), "optimizer": adam, "version": self.version}
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def restore(self, state: State) -> None:
         """Restore what ``state`` returned."""
-        self.network.load_state_dict(under("network.", tensors))
-        adam = under("optimizer.", tensors)
-        self._optimizer.state[self._flat] = {name: value.clone() for name, value in adam.items()}
+        self.network.load_state_dict(state["network"])
+        self._optimizer.state[self._flat] = {k: value.clone() for k, value in state["optimizer"].items()}
         self.version = self.policy.version = state["version"]
 
     @property
     def _gradient(self) -> Tensor:
         assert self._flat.grad is not None
         return self._flat.grad
-
-    def _copied_gradients(self) -> list[Tensor]:
-        """Return a copy of the gradient of every parameter."""
-        return views(self._gradient.clone(), self.network.parameters())
 
     def _step(self, terms: Mapping[str, float] | None = None) -> float:
         """Sum the gradient over ranks, scale it down, and step. Returns its norm before.
@@ -148,8 +124,3 @@ class FlatLearner(Generic[N]):
         """Count an update; subclasses do here what follows one."""
         self.version += 1
         self.policy.version = self.version
-
-
-def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names have a prefix, without it."""
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Mean, Metric, Metrics, merge_metrics
-from rillflow.runs.json_lines import JSON
 from rillflow_classic.algorithm import LearnerInputs, System
-from rillflow_classic.flat_learner import FlatLearner, LearnerConfig, N, under
+from rillflow_classic.checkpointed import State
+from rillflow_classic.flat_learner import FlatLearner, LearnerConfig, N
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.flat import flattened
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator
 from rillflow_classic.policy import ActorPolicy
-from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Space, Transitions
+from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Transitions
 
 
 class OffPolicyConfig(LearnerConfig):
@@ -55,30 +55,17 @@ class OffPolicyConfig(LearnerConfig):
         return self
 
 
-@dataclass(frozen=True)
-class ReplayMaker:
-    """Makes an empty buffer, or a part of one."""
-
-    observation_space: Space
-    """Space of one observation."""
-    action_space: Space
-    """Space of one action."""
-    settings: Any
-    """Settings of the algorithm."""
-    seed: int
-    """Seed of the draws."""
-
-    def __call__(self, index: int, divided_by: int = 1) -> ReplayBuffer:
-        """Return part ``index`` of a buffer that is divided into equal parts."""
-        replay = self.settings.replay
-        return ReplayBuffer(
-            replay.model_copy(update={"capacity": replay.capacity // divided_by}),
-            self.observation_space,
-            self.action_space,
-            discount=self.settings.gamma,
-            num_steps=self.settings.num_steps,
-            seed=self.seed + index,
-        )
+def make_replay(inputs: LearnerInputs, index: int = 0, divided_by: int = 1) -> ReplayBuffer:
+    """Return an empty buffer, or part ``index`` of one that is divided into equal parts."""
+    settings = inputs.settings
+    return ReplayBuffer(
+        settings.replay.model_copy(update={"capacity": settings.replay.capacity // divided_by}),
+        inputs.observation_space,
+        inputs.action_space,
+        discount=settings.gamma,
+        num_steps=settings.num_steps,
+        seed=inputs.seed + index,
+    )
 
 
 class OffPolicyLearner(FlatLearner[N], ABC):
@@ -93,7 +80,8 @@ class OffPolicyLearner(FlatLearner[N], ABC):
     def __init__(
         self, inputs: LearnerInputs, network: N, make_policy: Callable[[N, LearnerInputs], ActorPolicy]
     ) -> None:
-        self._inputs = inputs
+        self.inputs = inputs
+        """Arguments of its constructor."""
         self.target = copy.deepcopy(network).requires_grad_(False)
         """Network that makes the targets."""
         self.errors: Array = np.zeros(0, np.float32)
@@ -110,20 +98,16 @@ class OffPolicyLearner(FlatLearner[N], ABC):
     def follow(self) -> None:
         """Move the target network after an update."""
 
-    def make_replay(self) -> ReplayBuffer:
-        """Return an empty buffer for its transitions."""
-        return self.replay_maker()(0)
-
-    def replay_maker(self) -> ReplayMaker:
-        """Return what makes an empty buffer in any process."""
-        inputs = self._inputs
-        return ReplayMaker(inputs.observation_space, inputs.action_space, inputs.settings, inputs.seed)
-
     def train(self, buffer: ReplayBuffer) -> Metrics:
         """Take the updates that follow a fragment; none while the buffer has too few transitions."""
         if buffer.num_transitions < max(self._settings.learning_starts, self._settings.batch_size):
             return {}
-        return merge_metrics(self._drawn_update(buffer) for _ in range(self._settings.updates))
+        found = []
+        for _ in range(self._settings.updates):
+            batch = buffer.sample(self._settings.batch_size)
+            found.append(self.update(batch))
+            buffer.set_priorities(batch.serials, self.errors)
+        return merge_metrics(found)
 
     def update(self, data: Transitions[Array]) -> Metrics:
         """Take one optimiser step on a batch.
@@ -131,44 +115,24 @@ class OffPolicyLearner(FlatLearner[N], ABC):
         Raises:
             NotFiniteError: the gradient is not finite; the weights stay.
         """
-        metrics = self._backward(data)
-        norm = self._step()
-        self._count_update()
-        return {**metrics, "policy/gradient_norm/mean": Mean(total=norm, count=1)}
-
-    def gradients(self, data: Transitions[Array]) -> tuple[list[Tensor], Metrics]:
-        """Return the gradient of every parameter, without a step."""
-        metrics = self._backward(data)
-        return self._copied_gradients(), metrics
-
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
-        """Return also the target network and the state of the random numbers."""
-        tensors, numbers = super().state()
-        target = {f"target.{name}": value.clone() for name, value in self.target.state_dict().items()}
-        return {**tensors, **target, "random.state": self._random.get_state()}, numbers
-
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Restore what ``state`` returned."""
-        super().restore(tensors, state)
-        self.target.load_state_dict(under("target.", tensors))
-        self._random.set_state(tensors["random.state"])
-
-    def _drawn_update(self, buffer: ReplayBuffer) -> Metrics:
-        batch = buffer.sample(self._settings.batch_size)
-        metrics = self.update(batch)
-        buffer.set_priorities(batch.serials, self.errors)
-        return metrics
-
-    def _backward(self, data: Transitions[Array]) -> Metrics:
         loss, metrics = self.loss(data)
         self._gradient.zero_()
         loss.backward()  # type: ignore[no-untyped-call]
-        return {"policy/loss/mean": Mean(total=float(loss.detach()), count=1), **metrics}
-
-    def _count_update(self) -> None:
-        """See FlatLearner; the target network follows."""
-        super()._count_update()
+        norm = Mean(total=self._step(), count=1)
+        self._count_update()
         self.follow()
+        mean = Mean(total=float(loss.detach()), count=1)
+        return {"policy/loss/mean": mean, **metrics, "policy/gradient_norm/mean": norm}
+
+    def state(self) -> State:
+        """Return also the target network and the state of the random numbers."""
+        return {**super().state(), "target": self.target.state_dict(), "random": self._random.get_state()}
+
+    def restore(self, state: State) -> None:
+        """Restore what ``state`` returned."""
+        super().restore(state)
+        self.target.load_state_dict(state["target"])
+        self._random.set_state(state["random"])
 
 
 def train_from_replay(system: System, learner: OffPolicyLearner[Any], name: str = "replay") -> Operator:
@@ -179,7 +143,7 @@ def train_from_replay(system: System, learner: OffPolicyLearner[Any], name: str 
         learner: the learner.
         name: name of the buffer in checkpoints.
     """
-    buffer = system.kept.keep(name, learner.make_replay)
+    buffer = system.kept.keep(name, partial(make_replay, learner.inputs))
 
     def train(fragment: Fragment) -> Metrics:
         acted = fragment_metrics(fragment, learner.version)

@@ -28,10 +28,17 @@ from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.acting import NetworkPolicy
 from rillflow_classic.networks.build import ActorCritic, build_network
 from rillflow_classic.networks.distributions import Floats
+from rillflow_classic.networks.flat import views
 from rillflow_classic.networks.passes import ForwardPass, NumpyMLP, torch_pass
 
-TERMS = ("policy loss", "value loss", "entropy", "KL divergence", "clipped share")
-"""Sums over rows that every minibatch reports."""
+TERMS = {
+    "policy loss": "policy/loss/mean",
+    "value loss": "policy/value_loss/mean",
+    "entropy": "policy/entropy/mean",
+    "KL divergence": "policy/approximate_kl/mean",
+    "clipped share": "policy/clipped/share",
+}
+"""Metric of each sum over rows that a minibatch reports."""
 
 
 class OnPolicyConfig(LearnerConfig):
@@ -67,7 +74,7 @@ class _Experience:
     state: Tensor | None
     """[N, 2, H] recurrent state before step 0."""
     metrics: Mapping[str, Metric]
-    """Metrics of the estimates; they replace those of the minibatches."""
+    """Metrics of acting and of the estimates; they replace those of the minibatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,31 +117,35 @@ class OnPolicyLearner(FlatLearner[ActorCritic]):
             TrainingError: the fragment has fewer rows, or slots with an LSTM, than minibatches.
         """
         experience = self._experience(data)
-        parts = self._minibatches(experience)
-        counts = self._counts(experience, parts)
-        totals = torch.zeros(len(TERMS), dtype=torch.float64)
-        norms = []
-        for part, count in zip(parts, counts, strict=True):
+        totals, norms = torch.zeros(len(TERMS), dtype=torch.float64), []
+        for part, count in self._minibatches(experience):
             if count:
                 terms = self._backward(experience, part, count)
                 norms.append(self._step(dict(zip(TERMS, terms.tolist(), strict=True))))
                 totals += terms
         self._count_update()
-        passed = self._settings.epochs * float(experience.valid.sum())
-        found = _metrics(totals, passed, norms) | fragment_metrics(data, self.version - 1)
-        return found | dict(experience.metrics)
+        return self._metrics(experience, totals, norms)
 
     def gradients(self, data: Fragment) -> tuple[list[Tensor], Metrics]:
-        """Return the gradient of every parameter for a whole fragment as one minibatch, without a step."""
+        """Return the gradient of every parameter for a whole fragment, without a step.
+
+        The settings have one epoch and one minibatch, as those of A3C.
+        """
         experience = self._experience(data)
-        size = data.valid.shape[1] if self.network.lstm_size else data.valid.size
-        part = torch.arange(size)
-        if not self.network.lstm_size:
-            part = part[experience.valid.flatten()]
-        terms = self._backward(experience, part, self._counts(experience, [part])[0])
-        passed = float(experience.valid.sum())
-        found = _metrics(terms, passed, []) | fragment_metrics(data, self.version)
-        return self._copied_gradients(), found | dict(experience.metrics)
+        [(part, count)] = self._minibatches(experience)
+        terms = self._backward(experience, part, count)
+        gradients = views(self._gradient.clone(), self.network.parameters())
+        return gradients, self._metrics(experience, terms, [])
+
+    def apply(self, gradients: list[Tensor]) -> None:
+        """Take one optimiser step with given gradients.
+
+        Raises:
+            NotFiniteError: a gradient is not finite; the weights stay.
+        """
+        torch.cat([each.flatten() for each in gradients], out=self._gradient)
+        self._step()
+        self._count_update()
 
     @torch.no_grad()
     def _experience(self, data: Fragment) -> _Experience:
@@ -157,7 +168,7 @@ class OnPolicyLearner(FlatLearner[ActorCritic]):
             valid=valid,
             starts=starts[:-1],
             state=None if data.state is None else as_tensor(data.state),
-            metrics=found.metrics,
+            metrics={**fragment_metrics(data, self.version), **found.metrics},
         )
 
     def estimates(self, data: Fragment, starts: Tensor) -> Estimates:
@@ -179,44 +190,38 @@ class OnPolicyLearner(FlatLearner[ActorCritic]):
         logprobs = as_tensor(data.outputs["logprobs"])
         return Estimates(logprobs=logprobs, advantages=advantages, returns=advantages + values[:-1])
 
-    def _minibatches(self, experience: _Experience) -> list[Tensor]:
-        """Return this rank's part of every minibatch: rows t * N + n, or slots n with an LSTM.
+    def _minibatches(self, experience: _Experience) -> list[tuple[Tensor, float]]:
+        """Return this rank's part of every minibatch, and the number of valid rows of all ranks in it.
 
-        Minibatches are parts of a permutation over all ranks, which has a seed of its own for every update.
-        So they are the same for any division of the slots among ranks.
+        A part has rows t * N + n, or slots n with an LSTM. Minibatches are parts of a permutation over all
+        ranks, which has a seed of its own for every update. So they are the same for any division of the
+        slots among ranks.
         """
         settings, valid = self._settings, experience.valid
-        slots = self.ranks.stack(torch.tensor(valid.shape[1])).tolist()
-        first = sum(slots[: self.ranks.rank])
+        num_slots = valid.shape[1]
         if self.network.lstm_size:
-            own = torch.full((sum(slots),), -1)
-            own[first : first + valid.shape[1]] = torch.arange(valid.shape[1])
+            unit, units = "slots, which an LSTM needs whole", torch.arange(num_slots)[None]
+            rows = valid.sum(0)
         else:
-            own = torch.full((len(valid), sum(slots)), -1)
-            numbers = torch.arange(valid.numel()).view(valid.shape)
-            own[:, first : first + valid.shape[1]] = torch.where(valid, numbers, -1)
-            own = own.flatten()
-        if len(own) < settings.minibatches:
-            unit = "slots, which an LSTM needs whole" if self.network.lstm_size else "rows"
+            unit, units = "rows", torch.arange(valid.numel()).view(valid.shape)
+            units, rows = torch.where(valid, units, -1), valid.flatten()
+        slots = self.ranks.stack(torch.tensor(num_slots)).tolist()
+        first = sum(slots[: self.ranks.rank])
+        own = torch.full((len(units), sum(slots)), -1)
+        own[:, first : first + num_slots] = units
+        if own.numel() < settings.minibatches:
             raise TrainingError(
-                f"{settings.minibatches} minibatches are made of {len(own)} {unit}",
+                f"{settings.minibatches} minibatches are made of {own.numel()} {unit}",
                 why="no minibatch can be empty",
                 fix="lower algorithm.minibatches, or use more environments",
             )
         generator = np.random.default_rng((self._seed, self.version))
-        drawn = (torch.from_numpy(generator.permutation(len(own))) for _ in range(settings.epochs))
-        parts = [own[part] for order in drawn for part in order.tensor_split(settings.minibatches)]
-        return [part[part >= 0] for part in parts]
-
-    def _counts(self, experience: _Experience, parts: Sequence[Tensor]) -> list[float]:
-        """Return the number of valid rows of every minibatch, over all ranks."""
-        if self.network.lstm_size:
-            rows = experience.valid.sum(dim=0)
-            counts = torch.stack([rows[part].sum() for part in parts])
-        else:
-            counts = torch.tensor([len(part) for part in parts])
+        drawn = (torch.from_numpy(generator.permutation(own.numel())) for _ in range(settings.epochs))
+        parts = [own.flatten()[part] for order in drawn for part in order.tensor_split(settings.minibatches)]
+        parts = [part[part >= 0] for part in parts]
+        counts = torch.stack([rows[part].sum() for part in parts])
         self.ranks.sum_([counts])
-        return [float(count) for count in counts.tolist()]
+        return list(zip(parts, counts.double().tolist(), strict=True))
 
     def _backward(self, experience: _Experience, part: Tensor, count: float) -> Tensor:
         """Write the gradient of a minibatch into the flat tensor, and return the sums of its terms.
@@ -257,6 +262,12 @@ class OnPolicyLearner(FlatLearner[ActorCritic]):
         actions, columns = (each[:, part].flatten(0, 1)[kept].numpy() for each in fields)
         return torch_pass(output, self._gradient, kept), actions, columns
 
+    def _metrics(self, experience: _Experience, totals: Tensor, norms: Sequence[float]) -> Metrics:
+        count, sums = self._settings.epochs * float(experience.valid.sum()), totals.tolist()
+        means = {name: Mean(total=each, count=count) for name, each in zip(TERMS.values(), sums, strict=True)}
+        norm = Mean(total=sum(norms), count=len(norms))
+        return {**means, "policy/gradient_norm/mean": norm, **experience.metrics}
+
 
 def as_tensor(array: Array) -> Tensor:
     """Return a tensor that shares an array's memory; a read-only array is copied, as torch requires."""
@@ -280,10 +291,3 @@ def fragment_metrics(data: Fragment, version: int) -> dict[str, Metric]:
         "actor/steps/sum": Sum(value=data.num_steps),
         "actor/lag/mean": Mean(total=lag, count=len(data.versions)),
     }
-
-
-def _metrics(totals: Tensor, count: float, norms: Sequence[float]) -> dict[str, Metric]:
-    names = ("loss/mean", "value_loss/mean", "entropy/mean", "approximate_kl/mean", "clipped/share")
-    values = zip(names, totals.tolist(), strict=True)
-    means: dict[str, Metric] = {f"policy/{name}": Mean(total=total, count=count) for name, total in values}
-    return means | {"policy/gradient_norm/mean": Mean(total=sum(norms), count=len(norms))}

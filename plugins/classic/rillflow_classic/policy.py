@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rillflow.records.metrics import Metrics
-from rillflow.runs.json_lines import JSON
+from rillflow_classic.checkpointed import State
 from rillflow_classic.fragment import Array
 
 Weights = Mapping[str, Array]
@@ -66,10 +66,10 @@ class Learner(Protocol):
     def weights(self) -> Weights:
         """Return a copy of all weights."""
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
-        """Return everything a resumed run needs: tensors by name, and JSON."""
+    def state(self) -> State:
+        """Return everything a resumed run needs."""
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
+    def restore(self, state: State) -> None:
         """Restore what ``state`` returned."""
 
 

@@ -5,12 +5,12 @@
                          └──────────────── set_priorities(serials, errors) ─────────────┘
 
 A row is one slot at one step, and the rows of a fragment lie in the order of its steps. So a transition needs
-no second observation: its successor is the row of the same slot some steps later, and because rows are
-overwritten in the order of their serial numbers, the successor lives longer than the transition. Rows that
-only reset, and the bootstrap, have length 0 and are never drawn.
+no second observation: a draw follows its slot for n rows, to the end of the episode or of the fragment. Rows
+are overwritten in the order of their serial numbers, so the successor lives longer than the transition. Rows
+that only reset, and the bootstrap, are not ``valid``: they are never drawn, and every transition ends there.
 
-If a fragment continues the last one that was added, the steps before the border are computed anew, with the
-rewards after it. Otherwise the last steps of a fragment have fewer than n rewards and a discount to match.
+If a fragment continues the last one that was added, it begins over that one's bootstrap, which is the same
+observation, and transitions go on into it. Otherwise the last steps of a fragment have fewer than n rewards.
 
 Uniform replay is prioritised replay with exponent 0: no tree, and every weight is 1.
 
@@ -19,9 +19,7 @@ Legend: T steps, N slots, B transitions of a batch, C rows of capacity.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import gymnasium
@@ -29,13 +27,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
 from rillflow.app.doctor import available_memory
 from rillflow.config.schema import Section
 from rillflow.errors import ConfigError, RecordError
 from rillflow.runs.formatting import size
-from rillflow.runs.json_lines import JSON
+from rillflow_classic.checkpointed import State
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.sum_tree import SumTree
 
@@ -44,9 +41,8 @@ Space = gymnasium.Space[Any]
 Serials = NDArray[np.int64]
 LEAST_PRIORITY = 1e-6
 """Added to an error, so that a transition with error 0 can be drawn again."""
-
-
-_STEP_ARRAYS = ("actions", "rewards", "terminated", "truncated", "valid", "versions")
+SEEN = ("chosen", "best")
+"""Outputs of an actor that first priorities are made of: the value of its action, and the highest one."""
 
 
 class ReplayConfig(Section):
@@ -81,56 +77,13 @@ class Transitions(Generic[A]):
     """[B] serial numbers, for ``ReplayBuffer.set_priorities``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NStep:
-    """Transitions of up to n steps that begin at every step of a fragment."""
-
-    returns: Array
-    """[T, N] float32: discounted sum of the rewards of the steps."""
-    discounts: Array
-    """[T, N] float32: factor of the successor's value."""
-    lengths: Array
-    """[T, N] uint8: number of steps; 0 where none begins, because the row only resets."""
-
-
-def n_step(fragment: Fragment, discount: float, num_steps: int) -> NStep:
-    """Return r_t + g r_{t+1} + ... + g^{k-1} r_{t+k-1} and g^k, for k <= n up to the episode's end.
-
-    The discount is 0 where the environment terminated the episode. An episode that was truncated, or that
-    goes on after the fragment, keeps g^k.
-    """
-    ended, going = fragment.ended, np.array(fragment.valid)
-    returns = np.zeros(going.shape, np.float32)
-    discounts, lengths = np.ones(going.shape, np.float32), np.zeros(going.shape, np.uint8)
-    for k in range(min(num_steps, len(going))):
-        rows = slice(k, None)
-        here = going[: len(going) - k]
-        first = (slice(None, len(going) - k), slice(None))
-        returns[first] += np.where(here, discounts[first] * fragment.rewards[rows], 0)
-        lengths[first] += here
-        factor = np.where(fragment.terminated[rows], 0, discount)
-        discounts[first] *= np.where(here, factor, 1).astype(np.float32)
-        here &= ~ended[rows]
-    return NStep(returns=returns, discounts=discounts, lengths=lengths)
-
-
-def replay_layout(config: ReplayConfig, observation: Space, action: Space) -> dict[str, tuple[Any, ...]]:
-    """Return shape and type of every array of a buffer."""
-    return {
-        "observations": ((config.capacity, *_shape(observation)), observation.dtype),
-        "actions": ((config.capacity, *_shape(action)), action.dtype),
-        "returns": ((config.capacity,), np.dtype(np.float32)),
-        "discounts": ((config.capacity,), np.dtype(np.float32)),
-        "lengths": ((config.capacity,), np.dtype(np.uint8)),
-        "strides": ((config.capacity,), np.dtype(np.int32)),
-    }
-
-
-def replay_bytes(config: ReplayConfig, observation: Space, action: Space) -> int:
-    """Return the bytes that a buffer takes when it is full."""
-    layout = replay_layout(config, observation, action)
-    rows: int = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
-    return rows + (9 * config.capacity if config.priority_exponent else 0)
+def row_type(observation: Space, action: Space, *, is_prioritised: bool) -> np.dtype[np.void]:
+    """Return the type of a row: a step, and the way to the next row of its slot."""
+    seen = SEEN if is_prioritised else ()
+    numbers = [(name, np.float32, ()) for name in ("rewards", "discounts", *seen)]
+    spaces = (("observations", observation), ("actions", action))
+    arrays = [(name, each.dtype, each.shape or ()) for name, each in spaces]
+    return np.dtype([*arrays, *numbers, ("strides", np.int32, ())], align=True)
 
 
 class ReplayBuffer:
@@ -158,19 +111,19 @@ class ReplayBuffer:
         num_steps: int = 1,
         seed: int = 0,
     ) -> None:
-        require_memory(replay_bytes(config, observation_space, action_space), config)
-        layout = replay_layout(config, observation_space, action_space)
-        self._arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
-        self._tree = SumTree(config.capacity) if config.priority_exponent else None
+        is_prioritised = config.priority_exponent > 0
+        row = row_type(observation_space, action_space, is_prioritised=is_prioritised)
+        require_memory(config.capacity * (row.itemsize + 9 * is_prioritised), config)
+        self._rows: Array = np.zeros(config.capacity, row)
+        self._tree = SumTree(config.capacity) if is_prioritised else None
         self._config, self._discount, self._num_steps = config, discount, num_steps
         self._random = np.random.default_rng(seed)
         self._count = 0  # serial number of the next row; its place is the serial number modulo the capacity
         self._largest = 1.0
-        self._tail: Fragment | None = None
+        self._begun = 0  # serial number of the first row of fragments that continue each other
+        self._last: tuple[int, str] | None = None  # actor and policy of the newest fragment
         self.num_transitions = 0
         """Number of transitions that can be drawn."""
-        self.num_added = 0
-        """Number of environment steps that were added so far."""
 
     def add(self, fragment: Fragment) -> None:
         """Add the steps of a fragment, over the oldest rows.
@@ -178,12 +131,6 @@ class ReplayBuffer:
         Raises:
             RecordError: the fragment has more rows than the buffer.
         """
-        self.num_added += fragment.num_steps
-        tail, self._tail = self._tail, _last_steps(fragment, self._num_steps - 1)
-        if tail is not None and _continues(tail, fragment):
-            fragment = _after(tail, fragment)
-            self._count -= tail.observations.shape[0] * tail.observations.shape[1]
-            self._tail = _last_steps(fragment, self._num_steps - 1)
         num_rows, num_slots = fragment.observations.shape[:2]
         capacity = self._config.capacity
         if num_rows * num_slots > capacity:
@@ -192,21 +139,18 @@ class ReplayBuffer:
                 why=f"it has {num_rows - 1} steps and a bootstrap of {num_slots} slots",
                 fix="set a larger replay.capacity, or fewer workers.slots or workers.steps",
             )
-        steps = n_step(fragment, self._discount, self._num_steps)
-        places = np.arange(self._count, self._count + num_rows * num_slots) % capacity
-        lengths = self._arrays["lengths"]
-        self.num_transitions -= int(np.count_nonzero(lengths[places]))
-        self._arrays["observations"][places] = fragment.observations.reshape(len(places), *_row(fragment))
-        self._arrays["strides"][places] = num_slots
-        lengths[places[-num_slots:]] = 0
-        own = places[:-num_slots]
-        for name, values in (("actions", fragment.actions), *vars(steps).items()):
-            self._arrays[name][own] = values.reshape(len(own), *values.shape[2:])
-        self.num_transitions += int(np.count_nonzero(steps.lengths))
-        self._count += len(places)
+        first, changed = self._count, self._count
+        if self._continues(fragment):
+            first -= num_slots
+            changed = max(self._begun, first - num_slots * (self._num_steps - 1))
+        else:
+            self._begun = first
+        places = np.arange(first, first + num_rows * num_slots) % capacity
+        self._last, self._count = (fragment.actor, fragment.policy), first + len(places)
+        self.num_transitions += fragment.num_steps - int(np.count_nonzero(self._rows["strides"][places]))
+        self._rows[places] = self._rows_of(fragment).ravel()
         if self._tree is not None:
-            self._tree.set(places, np.where(lengths[places] > 0, self._largest, 0.0))
-            _set_first_priorities(self, fragment, steps, self._count - len(places))
+            self._set_first_priorities(np.arange(max(changed, self._count - capacity), self._count))
 
     def sample(self, batch_size: int) -> Transitions[Array]:
         """Draw transitions, with replacement.
@@ -221,15 +165,14 @@ class ReplayBuffer:
                 fix="set algorithm.learning_starts to at least algorithm.batch_size",
             )
         serials = self._draw(batch_size) if self._tree is None else self._draw_by_priority(batch_size)
-        arrays, capacity = self._arrays, self._config.capacity
-        places = serials % capacity
-        following = (places + arrays["lengths"][places] * arrays["strides"][places]) % capacity
+        rows, places = self._rows, serials % self._config.capacity
+        returns, discounts, following = self._followed(places)
         return Transitions(
-            observations=arrays["observations"][places],
-            actions=arrays["actions"][places],
-            returns=arrays["returns"][places],
-            discounts=arrays["discounts"][places],
-            next_observations=arrays["observations"][following],
+            observations=rows["observations"][places],
+            actions=rows["actions"][places],
+            returns=returns,
+            discounts=discounts,
+            next_observations=rows["observations"][following],
             weights=self._weights(places),
             serials=serials,
         )
@@ -245,38 +188,83 @@ class ReplayBuffer:
         self._tree.set(places, priorities)
         self._largest = max(self._largest, float(priorities.max(initial=0.0)))
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
-        """Return everything a resumed run needs: views of the rows so far, and JSON.
+    def state(self) -> State:
+        """Return everything a resumed run needs, with views of the rows so far.
 
         The next fragment is not taken as a continuation, because environments reset where a run may resume.
         """
-        self._tail = None
-        rows = min(self._count, self._config.capacity)
-        tensors = {name: torch.from_numpy(array[:rows]) for name, array in self._arrays.items()}
+        self._last = None
+        rows = self._rows[: self._count]
+        tensors = {name: torch.from_numpy(rows[name]) for name in rows.dtype.names or ()}
+        state = {"rows": tensors, "count": self._count, "largest": self._largest}
         if self._tree is not None:
-            tensors["priorities"] = torch.from_numpy(self._tree.leaves[:rows])
-        numbers = {"count": self._count, "num_added": self.num_added, "largest": self._largest}
-        return tensors, {**numbers, "random": self._random.bit_generator.state}
+            state["priorities"] = torch.from_numpy(self._tree.leaves[: len(rows)])
+        return {**state, "random": self._random.bit_generator.state}
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def restore(self, state: State) -> None:
         """Restore what ``state`` of a buffer of the same settings returned."""
-        self._tail = None
-        self._count, self.num_added, self._largest = state["count"], state["num_added"], state["largest"]
+        self._last = None
+        self._count, self._largest = state["count"], state["largest"]
         self._random.bit_generator.state = state["random"]
-        rows = min(self._count, self._config.capacity)
-        for name, array in self._arrays.items():
-            array[:rows] = tensors[name].numpy()
-        self.num_transitions = int(np.count_nonzero(self._arrays["lengths"][:rows]))
+        rows = self._rows[: self._count]
+        for name, values in state["rows"].items():
+            rows[name] = values.numpy()
+        self.num_transitions = int(np.count_nonzero(rows["strides"]))
         if self._tree is not None:
-            self._tree.set(np.arange(rows), tensors["priorities"].numpy())
+            self._tree.set(np.arange(len(rows)), state["priorities"].numpy())
+
+    def _continues(self, fragment: Fragment) -> bool:
+        """Return whether a fragment begins where the newest one ended."""
+        ends = np.arange(self._count - fragment.observations.shape[1], self._count) % self._config.capacity
+        return self._last == (fragment.actor, fragment.policy) and np.array_equal(
+            self._rows["observations"][ends], fragment.observations[0]
+        )
+
+    def _rows_of(self, fragment: Fragment) -> Array:
+        """Return the rows [T + 1, N] of a fragment; those that are no step lead nowhere."""
+        rows: Array = np.zeros(fragment.observations.shape[:2], self._rows.dtype)
+        steps, is_step = rows[:-1], fragment.valid
+        rows["observations"], rows["discounts"] = fragment.observations, 1.0
+        steps["actions"], steps["rewards"] = fragment.actions, np.where(is_step, fragment.rewards, 0)
+        steps["discounts"][is_step] = np.where(fragment.terminated[is_step], 0, self._discount)
+        steps["strides"][is_step] = rows.shape[1]
+        for name in SEEN if self._tree is not None else ():
+            rows[name] = np.nan
+            if name in fragment.outputs:
+                steps[name] = fragment.outputs[name]
+        return rows
+
+    def _followed(self, places: Serials) -> tuple[Array, Array, Serials]:
+        """Return r_t + g r_{t+1} + ... + g^{k-1} r_{t+k-1}, g^k, and the places of s_{t+k}, for k <= n.
+
+        The discount is 0 where the environment terminated the episode. An episode that was truncated, or that
+        goes on after the fragment, keeps g^k.
+        """
+        rows, capacity = self._rows, self._config.capacity
+        returns, discounts = np.zeros(len(places), np.float32), np.ones(len(places), np.float32)
+        for _ in range(self._num_steps):
+            returns += discounts * rows["rewards"][places]
+            discounts *= rows["discounts"][places]
+            places = (places + rows["strides"][places]) % capacity
+        return returns, discounts, places
+
+    def _set_first_priorities(self, serials: Serials) -> None:
+        """Set the priorities of new transitions: from the values that actors saw, or the largest so far."""
+        assert self._tree is not None
+        rows, places = self._rows, serials % self._config.capacity
+        self._tree.set(places, np.where(rows["strides"][places] > 0, self._largest, 0.0))
+        returns, discounts, following = self._followed(places)
+        errors = returns + discounts * rows["best"][following] - rows["chosen"][places]
+        known = (rows["strides"][places] > 0) & ~np.isnan(errors)  # NaN: no actor saw both observations
+        self.set_priorities(serials[known], errors[known])
 
     def _draw(self, batch_size: int) -> Serials:
         oldest = max(0, self._count - self._config.capacity)
         drawn = np.zeros(0, np.int64)
         while len(drawn) < batch_size:
             serials = self._random.integers(oldest, self._count, 2 * batch_size)
-            lengths = self._arrays["lengths"][serials % self._config.capacity]
-            drawn = np.concatenate((drawn, serials[lengths > 0]))
+            strides = self._rows["strides"][serials % self._config.capacity]
+            drawn = np.concatenate((drawn, serials[strides > 0]))
         return drawn[:batch_size]
 
     def _draw_by_priority(self, batch_size: int) -> Serials:
@@ -302,52 +290,3 @@ def require_memory(num_bytes: int, config: ReplayConfig) -> None:
             why="the buffer would be swapped or killed when it fills",
             fix=f"set replay.capacity to at most {int(config.capacity * 0.9 * available / num_bytes)}",
         )
-
-
-def _set_first_priorities(buffer: ReplayBuffer, fragment: Fragment, steps: NStep, first: int) -> None:
-    """Set priorities from the values ``chosen`` and ``best`` that actors saw before both observations."""
-    if "chosen" not in fragment.outputs:
-        return
-    chosen, best = fragment.outputs["chosen"], fragment.outputs["best"]
-    t, n = np.nonzero((steps.lengths > 0) & (np.arange(len(best))[:, None] + steps.lengths < len(best)))
-    errors = steps.returns[t, n] + steps.discounts[t, n] * best[t + steps.lengths[t, n], n] - chosen[t, n]
-    buffer.set_priorities(first + t * best.shape[1] + n, errors)
-
-
-def _last_steps(fragment: Fragment, num_steps: int) -> Fragment:
-    """Return the last steps of a fragment, and its bootstrap."""
-    begin = max(0, len(fragment.rewards) - num_steps)
-    arrays: dict[str, Any] = {
-        name: np.array(getattr(fragment, name)[begin:]) for name in ("observations", *_STEP_ARRAYS)
-    }
-    outputs = {name: np.array(values[begin:]) for name, values in fragment.outputs.items()}
-    return replace(fragment, **arrays, outputs=outputs, episodes=())
-
-
-def _continues(tail: Fragment, fragment: Fragment) -> bool:
-    same_slots = tail.actor == fragment.actor and tail.policy == fragment.policy
-    return same_slots and np.array_equal(tail.observations[-1], fragment.observations[0])
-
-
-def _after(tail: Fragment, fragment: Fragment) -> Fragment:
-    """Return a fragment with the steps of a tail before it."""
-    arrays: dict[str, Any] = {
-        name: np.concatenate((getattr(tail, name), getattr(fragment, name))) for name in _STEP_ARRAYS
-    }
-    outputs = {name: np.concatenate((tail.outputs[name], new)) for name, new in fragment.outputs.items()}
-    observations = np.concatenate((tail.observations[:-1], fragment.observations))
-    return replace(fragment, **arrays, observations=observations, outputs=outputs)
-
-
-def _shape(space: Space) -> tuple[int, ...]:
-    if space.shape is None:
-        raise ConfigError(
-            f"a replay buffer cannot store the space {space}",
-            why="a row is one array of a fixed shape",
-            fix="flatten the environment's observations with a wrapper",
-        )
-    return space.shape
-
-
-def _row(fragment: Fragment) -> tuple[int, ...]:
-    return fragment.observations.shape[2:]

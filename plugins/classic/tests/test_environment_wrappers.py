@@ -169,7 +169,7 @@ def test_saved_statistics_go_on_and_frozen_ones_stay(provider: str) -> None:
     stepped(one, 50)
     state = {name: value.copy() for name, value in one.state().items()}
     assert set(state) == {
-        f"{part}/{each}" for part in ("observations", "rewards") for each in ("mean", "squares", "count")
+        f"{part}.{each}" for part in ("observations", "rewards") for each in ("mean", "squares", "count")
     }
     other = make_environment(chosen(provider=provider), 4, seed=9)
     other.restore(state)
@@ -178,7 +178,7 @@ def test_saved_statistics_go_on_and_frozen_ones_stay(provider: str) -> None:
         np.array_equal(a.observations, b.observations) and np.array_equal(a.rewards, b.rewards)
         for a, b in zip(stepped(one, 20), stepped(other, 20), strict=True)
     )
-    assert one.state()["observations/count"] > state["observations/count"]
+    assert one.state()["observations.count"] > state["observations.count"]
     other.restore(state, frozen=True)
     other.reset(4)
     stepped(other, 20)

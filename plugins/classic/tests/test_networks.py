@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from rillflow.errors import ConfigError
 from rillflow_classic.networks.acting import NetworkPolicy, weights_of
-from rillflow_classic.networks.build import Tanh, build_network
+from rillflow_classic.networks.build import build_network
 from rillflow_classic.networks.config import NetworkConfig
 from rillflow_classic.networks.distributions import CategoricalActions, GaussianActions
 from rillflow_classic.networks.passes import NumpyMLP
@@ -68,13 +68,6 @@ def test_frames_are_divided_by_255() -> None:
     network = build_network(NetworkConfig(), FRAMES, TWO, seed=0)
     white = torch.full((1, 4, 84, 84), 255, dtype=torch.uint8)
     torch.testing.assert_close(network.trunks[0][0](white), torch.ones(1, 4, 84, 84))
-
-
-def test_tanh_has_both_derivatives() -> None:
-    given = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(Tanh()(given), torch.tanh(given))
-    assert torch.autograd.gradcheck(Tanh(), given)
-    assert torch.autograd.gradgradcheck(Tanh(), given)
 
 
 def test_a_cnn_in_bfloat16_is_close_to_float32() -> None:

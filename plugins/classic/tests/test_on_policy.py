@@ -158,7 +158,7 @@ def test_a_restored_learner_continues_bit_by_bit(network: str, actions: str) -> 
     fragments = [play(one, seed) for seed in range(4)]
     for data in fragments[:2]:
         one.update(data)
-    other.restore(*one.state())
+    other.restore(one.state())
     assert other.version == 2
     for data in fragments[2:]:
         one.update(data)
@@ -169,7 +169,7 @@ def test_a_restored_learner_continues_bit_by_bit(network: str, actions: str) -> 
 def test_a_fresh_learner_restores_too() -> None:
     one, other = OnPolicyLearner(inputs()), OnPolicyLearner(inputs())
     other.update(play(other))
-    other.restore(*one.state())
+    other.restore(one.state())
     data = play(one)
     one.update(data)
     other.update(data)
@@ -259,7 +259,7 @@ def test_any_number_of_trainers_gives_the_same_weights(ranks: int, network: str)
                 assert metric.value == pytest.approx(expected[name].value, rel=1e-3, abs=1e-5), name
         for name, value in alone.weights().items():
             np.testing.assert_allclose(together.weights()[name], value, atol=1e-5)
-        together.restore(*alone.state())
+        together.restore(alone.state())
         assert together.version == together.policy.version == alone.version
     finally:
         backend.close()

@@ -317,7 +317,7 @@ def started(
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        said = process.stdout.readline() if wait([process.stdout], START_S) else ""
+        said = process.stdout.readline() if wait([process.stdout.fileno()], START_S) else ""
         if not said:
             process.kill()
             raise StreamError(

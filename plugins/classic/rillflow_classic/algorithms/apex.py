@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 from pydantic import Field
-from torch import Tensor
 
 from rillflow.records.metrics import Metrics
-from rillflow.runs.json_lines import JSON
 from rillflow_classic.algorithm import ClassicAlgorithm, System
-from rillflow_classic.algorithms.dqn import DQNLearner, QConfig
+from rillflow_classic.algorithms.dqn import DQNConfig, DQNLearner
+from rillflow_classic.checkpointed import State
 from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.off_policy import make_replay
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator, PlanContext
 from rillflow_classic.operators.iterators import concurrently, queue
@@ -35,7 +35,7 @@ POOL = "replay"
 """Pool of the shards, and their name in checkpoints."""
 
 
-class ApexConfig(QConfig):
+class ApexConfig(DQNConfig):
     """``[algorithm]`` of Ape-X."""
 
     num_steps: int = Field(3, ge=1, le=255, description="Rewards in a target before the value, n.")
@@ -68,23 +68,21 @@ class ReplayShards:
         self.workers = workers
         """The buffers."""
 
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, JSON]]:
+    def state(self) -> State:
         """Return the states of all shards, by index."""
-        found = [call.read(DEADLINE_S) for call in self.workers.call_all("state")]
-        tensors = {f"{i}.{name}": value for i, (own, _) in enumerate(found) for name, value in own.items()}
-        return tensors, {str(i): state for i, (_, state) in enumerate(found)}
+        calls = self.workers.call_all("state")
+        return {str(call.worker): call.read(DEADLINE_S) for call in calls}
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON]) -> None:
+    def restore(self, state: State) -> None:
         """Restore what ``state`` returned."""
-        for i in range(self.workers.size):
-            own = {name.removeprefix(f"{i}."): tensors[name] for name in tensors if name.startswith(f"{i}.")}
-            self.workers.call(i, "restore", own, state[str(i)]).read(DEADLINE_S)
+        for index in range(self.workers.size):
+            self.workers.call(index, "restore", state[str(index)]).read(DEADLINE_S)
 
 
 def plan(system: System, settings: ApexConfig) -> Iterator[Metrics]:
     """Return the dataflow: store, replay and learn, concurrently."""
     learner: Any = system.learner
-    make = partial(learner.replay_maker(), divided_by=settings.shards)
+    make = partial(make_replay, learner.inputs, divided_by=settings.shards)
     workers = system.kept.keep(POOL, lambda: ReplayShards(system.start_workers(POOL, make))).workers
     enqueue, batches = queue(settings.queued)
     rollouts = system.rollouts("async", num_async=settings.num_async)

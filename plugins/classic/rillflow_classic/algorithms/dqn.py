@@ -29,8 +29,8 @@ from rillflow_classic.policy import Acted
 from rillflow_classic.replay import Transitions
 
 
-class QConfig(OffPolicyConfig):
-    """Settings of DQN and Ape-X."""
+class DQNConfig(OffPolicyConfig):
+    """``[algorithm]`` of DQN; Ape-X has these settings too."""
 
     double: bool = Field(True, description="Whether the trained network chooses the action of the target.")
     dueling: bool = Field(False, description="Whether Q is a value plus an advantage of each action.")
@@ -47,10 +47,6 @@ class QConfig(OffPolicyConfig):
         del actor, actors
         passed = min(max(version, 0) / self.epsilon_updates, 1.0)
         return np.full(num_slots, self.epsilon_first + passed * (self.epsilon_last - self.epsilon_first))
-
-
-class DQNConfig(QConfig):
-    """``[algorithm]`` of DQN."""
 
 
 class EpsilonGreedy(NetworkPolicy):
@@ -120,7 +116,7 @@ def dueling_sum(advantages: Any, values: Any) -> Any:
     return values[:, None] + advantages - advantages.mean(1)[:, None]
 
 
-def plan(system: System, settings: QConfig) -> Iterator[Metrics]:
+def plan(system: System, settings: DQNConfig) -> Iterator[Metrics]:
     """Return the dataflow: fragments into the buffer, updates from it, new weights for all actors."""
     del settings
     learner: Any = system.learner

@@ -14,6 +14,7 @@ model predicts the reward too, and imagined episodes begin at any real observati
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import gymnasium
@@ -29,7 +30,7 @@ from rillflow_classic.algorithms.maml import MamlConfig, MamlLearner, send_tasks
 from rillflow_classic.environments.vector import Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.networks.ensemble import EnsembleMLP
-from rillflow_classic.off_policy import ReplayMaker
+from rillflow_classic.off_policy import make_replay
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator, PlanContext
 from rillflow_classic.policy import Weights
@@ -154,11 +155,6 @@ class MbMpoLearner(MamlLearner):
                     fix="use an environment with Box observations and Box actions",
                 )
 
-    def make_replay(self) -> ReplayBuffer:
-        """Return an empty buffer of real transitions."""
-        given = self.inputs
-        return ReplayMaker(given.observation_space, given.action_space, given.settings, given.seed)(0)
-
     def search(self, data: ReplayBuffer) -> tuple[list[Weights], Metrics]:
         """Fit the models, take all meta updates, and return the weights of each model's adapted policy."""
         settings, given = self._settings, self.inputs
@@ -189,7 +185,7 @@ class MbMpoLearner(MamlLearner):
 def plan(system: Any, settings: MbMpoConfig) -> Iterator[Metrics]:
     """Return the dataflow: real rollouts, their transitions, and the search for policies."""
     del settings
-    data = system.kept.keep("replay", system.learner.make_replay)
+    data = system.kept.keep("replay", partial(make_replay, system.learner.inputs))
     return system.rollouts("bulk_sync").for_each(search(system, data))  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,6 @@ loss with one optimiser. Q' follows Q by ``tau`` of the distance. Actions are ra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rillflow.errors import ConfigError
-from rillflow.records.metrics import Mean, Metric, Metrics, mean_of
-from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, System
+from rillflow.records.metrics import Mean, Metric, mean_of
+from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
+from rillflow_classic.algorithms.dqn import plan
 from rillflow_classic.fragment import Array
+from rillflow_classic.networks.acting import weights_of
 from rillflow_classic.networks.ensemble import EnsembleMLP
-from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, tensors_of, train_from_replay
+from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, tensors_of
 from rillflow_classic.policy import Acted, Weights
 from rillflow_classic.replay import Transitions
 
@@ -126,10 +127,9 @@ class SACLearner(OffPolicyLearner[SACNetwork]):
     def __init__(self, inputs: LearnerInputs) -> None:
         super().__init__(inputs, SACNetwork(inputs), SquashedPolicy)
 
-    @property
-    def acting(self) -> nn.Module:
-        """See OffPolicyLearner."""
-        return self.network.actor
+    def weights(self) -> Weights:
+        """Return a copy of the actor's weights."""
+        return weights_of(self.network.actor)
 
     def loss(self, batch: Transitions[Array]) -> tuple[Tensor, dict[str, Metric]]:
         """Return the sum of the three losses."""
@@ -171,13 +171,6 @@ def require_bounds(inputs: LearnerInputs) -> None:
             why="SAC acts with vectors of floats between finite bounds",
             fix="choose algorithm.name = 'dqn' for discrete actions, or bound the actions with a wrapper",
         )
-
-
-def plan(system: System, settings: SACConfig) -> Iterator[Metrics]:
-    """Return the dataflow: fragments into the buffer, updates from it, new weights for all actors."""
-    del settings
-    learner: Any = system.learner
-    return system.rollouts("bulk_sync").for_each(train_from_replay(system, learner))  # type: ignore[no-any-return]
 
 
 ALGORITHM = ClassicAlgorithm(name="sac", config=SACConfig, learner=SACLearner, plan=plan)

@@ -140,14 +140,14 @@ class Preprocessing:
         """Return the running statistics by name."""
         both = self._moments.items()
         return {
-            f"{name}/{part}": np.array(value) for name, each in both for part, value in vars(each).items()
+            f"{name}.{part}": np.array(value) for name, each in both for part, value in vars(each).items()
         }
 
     def restore(self, state: Mapping[str, Array], *, frozen: bool) -> None:
         """Restore what ``state`` returned; frozen statistics change no more."""
         self._is_frozen = frozen
         for name, moments in self._moments.items():
-            vars(moments).update({part: np.array(state[f"{name}/{part}"]) for part in vars(moments)})
+            vars(moments).update({part: np.array(state[f"{name}.{part}"]) for part in vars(moments)})
 
 
 def _box(space: Space, setting: str) -> gymnasium.spaces.Box:

@@ -27,6 +27,7 @@ from itertools import pairwise
 import numpy as np
 
 from rillflow.errors import RillflowError
+from rillflow.runs.environment import usable_cores
 from rillflow.workers.watchdog import end_with, start_child
 from rillflow_classic.environments.catalog import find, make_lane
 from rillflow_classic.environments.config import EnvironmentSettings
@@ -188,5 +189,5 @@ class ProcessEnvironment(InlineEnvironment):
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of whole cores that this process may use, at least 1."""
+    return max(1, int(usable_cores()))

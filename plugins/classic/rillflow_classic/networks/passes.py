@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rillflow_classic.fragment import Array
-from rillflow_classic.networks.build import ActorCritic, Inputs, NetworkOutput, Tanh
+from rillflow_classic.networks.build import ActorCritic, Inputs, NetworkOutput
 from rillflow_classic.networks.distributions import Floats
 
 
@@ -88,7 +88,7 @@ class NumpyMLP:
             [_Layer(layer) for layer in trunk.children() if isinstance(layer, nn.Linear)]
             for trunk in network.trunks
         ]
-        self._is_tanh = any(isinstance(module, Tanh) for module in network.modules())
+        self._is_tanh = any(isinstance(module, nn.Tanh) for module in network.modules())
         self._heads = _Layer(network.policy_head), _Layer(network.value_head)
         self._free = network.log_deviations
 

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rillflow.errors import ClusterError
 from rillflow.records.metrics import Max, Mean, Metrics, Sum, merge_metrics
@@ -110,7 +109,7 @@ class PopulationSystem:
         """[M] mean returns in the last round with an episode; NaN before."""
         self.returns = np.zeros((members.size, 2))
         """[M, 2] sum and number of the returns since the last exchange."""
-        self._step, self._is_stale = 0, True
+        self._step = 0
         self._kept = CheckpointedObjects()
         self._kept.put("population", self)
         self._all(lambda index: self._change(index, {}))
@@ -139,7 +138,7 @@ class PopulationSystem:
     def step(self) -> Metrics:
         """Make a step of every member, and let members exchange after every ``every`` steps."""
         found = self._all(lambda index: self.members.call(index, "step"))
-        self._step, self._is_stale = self._step + 1, True
+        self._step += 1
         for index, metrics in enumerate(found):
             if isinstance(mean := metrics.get(RETURN), Mean):
                 self.returns[index] += mean.total, mean.count
@@ -167,28 +166,15 @@ class PopulationSystem:
     def state(self) -> State:
         """Return scores and settings, and the states of all members."""
         members = self._all(lambda index: self.members.call(index, "states"))
-        tensors = {
-            f"{index}/{name}/{key}": value
-            for index, member in enumerate(members)
-            for name, (held, _) in member.items()
-            for key, value in held.items()
-        }
-        tensors["members"] = torch.from_numpy(np.c_[self.scores, self.returns, self.values])
-        states = [{name: dict(state) for name, (_, state) in member.items()} for member in members]
-        return tensors, {"step": self._step, "members": states}
+        table = torch.from_numpy(np.c_[self.scores, self.returns, self.values])
+        return {"step": self._step, "table": table, "members": {str(i): m for i, m in enumerate(members)}}
 
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def restore(self, state: State) -> None:
         """Restore what ``state`` returned."""
-        self._step, self._is_stale = int(state["step"]), True
-        table = tensors["members"].numpy()
-        self.scores, self.returns, self.values = (each.copy() for each in np.split(table, [1, 3], axis=1))
-        self.scores = self.scores[:, 0]
-        members: Any = [{name: ({}, each) for name, each in member.items()} for member in state["members"]]
-        for key, value in tensors.items():
-            if "/" in key:
-                index, name, rest = key.split("/", 2)
-                members[int(index)][name][0][rest] = value
-        self._all(lambda index: self._change(index, members[index]))
+        self._step = state["step"]
+        scores, self.returns, self.values = np.split(state["table"].numpy().copy(), [1, 3], axis=1)
+        self.scores = scores[:, 0]
+        self._all(lambda index: self._change(index, state["members"][str(index)]))
 
     def exchange(self) -> dict[int, int]:
         """Let the worst members go on from better ones; return whom each one copied."""
@@ -208,11 +194,9 @@ class PopulationSystem:
 
     def _refresh(self) -> None:
         """Give the learners of this process the state of the best member."""
-        if self._is_stale:
-            self._is_stale = False
-            states = self._read(self.best, "states", list(self._learners))
-            for name, learner in self._learners.items():
-                learner.restore(*states[name])
+        states = self._read(self.best, "states", list(self._learners))
+        for name, learner in self._learners.items():
+            learner.restore(states[name])
 
     def _change(self, index: int, states: Mapping[str, State]) -> WorkerCall:
         settings = dict(zip(self._names, self.values[index].tolist(), strict=True))
@@ -241,10 +225,9 @@ class PopulationSystem:
         if not there:
             raise ClusterError(f"all {self.members.size} members are lost", why=str(error)) from None
         copied = self._best_of(there)
-        _log.warning("member %d is lost, and goes on from member %d: %s", index, copied, error)
         states = self._read(copied, "states", list(self._learners))
-        self.members.replace(index).read()
-        self.members.make_again(index).read()
+        self.members.start_again(index, error)
+        _log.warning("member %d goes on from member %d", index, copied)
         self._change(index, states).read()
 
     def _best_of(self, members: Iterable[int]) -> int:

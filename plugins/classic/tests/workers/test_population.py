@@ -19,6 +19,7 @@ from rillflow.config.load import read_toml
 from rillflow.errors import ConfigError
 from rillflow.runs import layout
 from rillflow.runs.json_lines import read_lines
+from rillflow_classic.checkpointed import split
 from rillflow_classic.recipe import LoadedClassicRecipe
 from rillflow_classic.workers.population import (
     PopulationSystem,
@@ -114,7 +115,7 @@ def opened(recipe: Path, stack: ExitStack, place: str = "inline") -> PopulationS
 
 def tensors(system: PopulationSystem, index: int) -> dict[str, Any]:
     states = system.members.call(index, "states", ["policy"]).read()
-    return {name: value.tolist() for name, value in states["policy"][0].items()}
+    return {name: value.tolist() for name, value in split(states["policy"])[0].items()}
 
 
 def test_a_worse_member_gets_weights_moments_and_changed_settings_of_a_better_one(recipe: Path) -> None:
@@ -146,7 +147,7 @@ def test_the_run_evaluates_the_best_member(recipe: Path) -> None:
         system.scores = np.array([1.0, 1.0, 5.0, 2.0])
         assert system.best == 2
         learner = system.learners["policy"]
-        found = {name: value.tolist() for name, value in learner.state()[0].items()}
+        found = {name: value.tolist() for name, value in split(learner.state())[0].items()}
         assert found == tensors(system, 2) != tensors(system, 0)
 
 
