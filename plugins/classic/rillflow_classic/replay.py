@@ -297,10 +297,11 @@ def require_memory(num_bytes: int, config: ReplayConfig) -> None:
     """Raise ConfigError if a buffer needs more memory than the machine has left."""
     available = available_memory()
     if available is not None and num_bytes > available:
+        most = int(config.capacity * 0.9 * available / num_bytes)
         raise ConfigError(
-            f"replay.capacity = {config.capacity} needs {size(num_bytes)} of {size(available)} available",
-            why="the buffer would be swapped or killed when it fills",
-            fix=f"set replay.capacity to at most {int(config.capacity * 0.9 * available / num_bytes)}",
+            f"algorithm.replay.capacity is {config.capacity}, which takes {size(num_bytes)}",
+            why=f"this machine has {size(available)} of memory available",
+            fix=f"set algorithm.replay.capacity to at most {most}",
         )
 
 

@@ -202,7 +202,10 @@ def test_more_steps_continue_a_finished_run_and_another_environment_does_not(rec
         ({"environment.id": "missing.py:Env"}, "relative to the recipe's folder"),
         ({"environment.id": "collections:Counter"}, "derive the class from gymnasium.Env"),
         ({"algorithm.name": "dqn", "environment.id": "Pendulum-v1"}, "finitely many actions"),
-        ({"algorithm.name": "dqn", "algorithm.replay.capacity": 32}, "set replay.capacity to at least 1000"),
+        (
+            {"algorithm.name": "dqn", "algorithm.replay.capacity": 32},
+            "set algorithm.replay.capacity to at least 1000",
+        ),
         ({"policies.left": "agent_0"}, "the environment's only agent matches no policy"),
         ({"policies.a": "agent_0", "policies.b": ".*"}, "one policy for all agents"),
         ({"algorithm.name": "two_trainers"}, 'it trains the policies ["dqn", "ppo"]'),

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from rillflow.records.metrics import Metrics
 from rillflow.runs.json_lines import JSON
-from rillflow_classic.algorithm import ClassicAlgorithm, System
+from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, RolloutSize, System
 from rillflow_classic.algorithms.dqn import DQNLearner, QConfig
 from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.off_policy import require_replay
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator, PlanContext
 from rillflow_classic.operators.iterators import concurrently, queue
@@ -133,6 +134,17 @@ def pools(settings: ApexConfig) -> Mapping[str, int]:
     return {POOL: settings.shards}
 
 
+def require(inputs: LearnerInputs, size: RolloutSize) -> None:
+    """Raise ConfigError if a fragment does not fit a shard, or the shards do not fit the memory."""
+    require_replay(inputs, size, inputs.settings.shards)
+
+
 ALGORITHM = ClassicAlgorithm(
-    name="apex", config=ApexConfig, learner=DQNLearner, plan=plan, is_in_step=False, pools=pools
+    name="apex",
+    config=ApexConfig,
+    learner=DQNLearner,
+    plan=plan,
+    is_in_step=False,
+    pools=pools,
+    require=require,
 )

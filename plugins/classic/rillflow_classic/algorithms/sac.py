@@ -28,7 +28,13 @@ from rillflow.records.metrics import Mean, Metric, Metrics, mean_of
 from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, System
 from rillflow_classic.fragment import Array
 from rillflow_classic.networks.ensemble import EnsembleMLP
-from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, tensors_of, train_from_replay
+from rillflow_classic.off_policy import (
+    OffPolicyConfig,
+    OffPolicyLearner,
+    require_replay,
+    tensors_of,
+    train_from_replay,
+)
 from rillflow_classic.policy import Acted, Weights
 from rillflow_classic.replay import Transitions
 
@@ -180,4 +186,6 @@ def plan(system: System, settings: SACConfig) -> Iterator[Metrics]:
     return system.rollouts("bulk_sync").for_each(train_from_replay(system, learner))  # type: ignore[no-any-return]
 
 
-ALGORITHM = ClassicAlgorithm(name="sac", config=SACConfig, learner=SACLearner, plan=plan)
+ALGORITHM = ClassicAlgorithm(
+    name="sac", config=SACConfig, learner=SACLearner, plan=plan, require=require_replay
+)
