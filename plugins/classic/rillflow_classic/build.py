@@ -70,7 +70,7 @@ class Parts:
     network: NetworkConfig
     """Settings of the network."""
     algorithm: str
-    """Name of the algorithm."""
+    """Name of the algorithm, as in the recipe."""
     settings: Section
     """Settings of the algorithm."""
     workers: ActorsConfig
@@ -117,7 +117,7 @@ class Parts:
         return cls(
             environment=settings,
             network=recipe.network,
-            algorithm=loaded.algorithm.name,
+            algorithm=recipe.algorithm.name,
             settings=loaded.settings,
             workers=recipe.workers,
             evaluate=recipe.evaluate,
