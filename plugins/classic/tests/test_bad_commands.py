@@ -69,6 +69,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("network.hidden = [8, 0]",), "network.hidden[1] is 0"),
         (("population.perturb = {}",), "it must have 1 or more entries"),
         (("population.perturb = { lr = [0, 1e-2] }",), "population.perturb.lr is [0.0, 0.01]"),
+        (('algorithm.name = "nowhere:MINE"',), "'nowhere' cannot be imported"),
+        (('algorithm.name = "collections:Counter"',), "collections has no ClassicAlgorithm"),
         (('environment.id = "CartPole-v7"',), "did you mean 'CartPole-v1'?"),
     ],
 )

@@ -172,6 +172,18 @@ def test_a_dict_is_a_recipe(tmp_path: Path) -> None:
     assert rillflow.open_run(run.path).report().is_file()
 
 
+def test_an_algorithm_and_an_environment_of_the_users_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The examples of the guide; the return rises from below 0 to nearly that of the shortest way."""
+    examples = Path(__file__).parents[1] / "examples"
+    monkeypatch.syspath_prepend(examples)
+    settings = {"algorithm": {"name": "reinforce:REINFORCE", "steps": 100, "lr": 3e-3}}
+    run = rillflow.train(examples / "corridor.toml", dir=tmp_path / "run", settings=settings, quiet=True)
+    assert run.evaluations[0].value < 0.0 and run.evaluations[-1].value > 0.4
+    assert rillflow.open_run(run.path).is_finished
+
+
 def test_fresh_sets_the_old_run_aside(recipe: Path) -> None:
     assert main(["run", str(recipe), "--set", "algorithm.steps=2", "--quiet"]) == 0
     assert main(["run", str(recipe), "--set", "algorithm.steps=1", "--quiet", "--fresh"]) == 0

@@ -77,8 +77,8 @@ def _common(seeds: Sequence[dict[int, float]]) -> Values:
         return {}
     first, last = max(map(min, seeds)), min(map(max, seeds))
     steps = sorted(step for step in set().union(*seeds) if first <= step <= last)
-    found = [np.interp(steps, *zip(*sorted(each.items()), strict=True)).tolist() for each in seeds]
-    return {step: list(values) for step, *values in zip(steps, *found, strict=True)}
+    found = [np.interp(steps, sorted(each), [each[step] for step in sorted(each)]) for each in seeds]
+    return {step: list(map(float, values)) for step, *values in zip(steps, *found, strict=True)}
 
 
 def _card(title: str, values: Values, count: int) -> Html:
