@@ -5,8 +5,8 @@
         ^                                                                                           │
         └───────────────────────────────────────────────────────────────────────────────────────────┘
 
-After a checkpoint, every environment begins a new episode with a seed from the run's seed and the step, and a
-new plan is built, in a run that is never stopped too. So a resumed run makes the steps of an uninterrupted one.
+After a checkpoint, every environment begins a new episode with a seed from the run's seed and the step, and
+a plan is built anew, in runs that never stop too. So a resumed run makes the steps of an undisturbed one.
 Plans that take fragments as they come depend on time: their episodes go on after a checkpoint.
 
 Loop (in the main thread)
