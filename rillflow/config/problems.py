@@ -26,6 +26,7 @@ _RULES = {
     "literal_error": "it must be {expected}",
     "string_pattern_mismatch": "it must match {pattern}",
     "string_too_short": "it must have at least {min_length} characters",
+    "too_short": "it must have {min_length} or more entries",
     "int_type": "it must be a whole number",
     "int_from_float": "it must be a whole number",
     "float_type": "it must be a number",

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import rillflow
 
 _PACKAGE = str(Path(rillflow.__file__).parent)
+_PLUGINS = "rillflow.plugins"
 
 
 def own_line(error: BaseException) -> str:
     """Return the innermost line of a user's file below a call from this package, or an empty string.
 
-    Files of this package, of the standard library and of installed packages are not the user's.
+    Files of this package, of plugins, of the standard library and of installed packages are not the user's.
 
     Example:
         own_line(error) == "/home/me/own.py:31, in sharpen: return rewards / spread[0]"
@@ -37,5 +41,13 @@ def _shown(frame: traceback.FrameSummary) -> str:
 
 
 def _is_own(filename: str) -> bool:
-    installed = (_PACKAGE, sysconfig.get_path("stdlib"), "<")
+    installed = (_PACKAGE, *_plugin_folders(), sysconfig.get_path("stdlib"), "<")
     return not filename.startswith(installed) and "site-packages" not in filename
+
+
+@cache
+def _plugin_folders() -> tuple[str, ...]:
+    """Return the folders of installed plugins, also of those that are installed from a clone."""
+    packages = {point.module.partition(".")[0] for point in entry_points(group=_PLUGINS)}
+    found = [find_spec(package) for package in packages]
+    return tuple(str(Path(spec.origin).parent) for spec in found if spec and spec.origin)

@@ -42,6 +42,18 @@ class LearnerInputs:
     """Number of actors that each act with a copy."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutSize:
+    """Size of the fragments of one policy that a plan receives at once."""
+
+    slots: int
+    """Slots that lie side by side, N."""
+    steps: int
+    """Steps of each slot, T."""
+    is_one_machine: bool
+    """Whether all workers share the memory of this machine."""
+
+
 class System(Protocol):
     """The actors and learners of a plan, and the transport between them, as the recipe chooses."""
 
@@ -111,6 +123,9 @@ class ClassicAlgorithm:
     reanalyse: Callable[[Any, Fragment], Mapping[str, Array]] | None = None
     """``reanalyse(learner, fragment)``: outputs that replace the actor's, with newer weights, for
     ``workers.buffer_workers``; None: there is nothing to compute anew."""
+    require: Callable[[LearnerInputs, RolloutSize], None] | None = None
+    """``require(inputs, size)``: raises ConfigError before the start if settings do not fit the fragments of
+    a policy; None: they always do."""
     calls_actors: bool = False
     """Whether the plan calls the actors itself, beside ``System.rollouts``; it then needs a CallSystem."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rillflow.config.schema import Section
+from rillflow.errors import ConfigError
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.inline import InlineBackend
 from rillflow.workers.processes import ProcessBackend
@@ -68,7 +69,7 @@ class Parts:
     network: NetworkConfig
     """Settings of the network."""
     algorithm: str
-    """Name of the algorithm."""
+    """Name of the algorithm, as in the recipe."""
     settings: Section
     """Settings of the algorithm."""
     workers: ActorsConfig
@@ -77,6 +78,8 @@ class Parts:
     """Settings of evaluations."""
     policies: tuple[str, ...]
     """Names of the policies."""
+    agents: dict[str, int]
+    """Number of agents of an environment, by policy."""
     routes: dict[str, str] | None
     """Policy by regular expression of its agents; None for one policy."""
     seed: int
@@ -98,19 +101,27 @@ class Parts:
         settings = located(recipe.environment, loaded.base)
         environment = make_environment(settings, 1, seed=recipe.run.seed)
         try:
-            for agent in environment.agents if recipe.routes else ():
-                routed(agent, recipe.routes or {})
+            policies = tuple(recipe.policies) or ("policy",)
+            acting = [routed(each, recipe.routes or {".*": policies[0]}) for each in environment.agents]
             spaces = environment.observation_space, environment.action_space
         finally:
             environment.close()
+        if idle := [name for name in policies if name not in acting]:
+            raise ConfigError(
+                f"policies.{idle[0]} is {recipe.policies[idle[0]]!r}, and no agent goes to this policy",
+                why="each agent goes to the first policy that matches its name: "
+                + ", ".join(map(repr, environment.agents)),
+                fix="correct the regular expression, or the order of [policies]",
+            )
         return cls(
             environment=settings,
             network=recipe.network,
-            algorithm=loaded.algorithm.name,
+            algorithm=recipe.algorithm.name,
             settings=loaded.settings,
             workers=recipe.workers,
             evaluate=recipe.evaluate,
-            policies=tuple(recipe.policies) or ("policy",),
+            policies=policies,
+            agents={name: acting.count(name) for name in policies},
             routes=recipe.routes,
             seed=recipe.run.seed,
             observation_space=spaces[0],
@@ -128,21 +139,20 @@ class Parts:
             RillflowError: the network does not fit the spaces.
         """
         made = algorithm_of(self.algorithm).learner
-        return {
-            name: made(
-                LearnerInputs(
-                    observation_space=self.observation_space,
-                    action_space=self.action_space,
-                    network=self.network,
-                    settings=self.settings,
-                    seed=self.seed + place,
-                    policy=name,
-                    actor=actor,
-                    actors=actors,
-                )
-            )
-            for place, name in enumerate(self.policies)
-        }
+        return {name: made(self.learner_inputs(name, actor, actors)) for name in self.policies}
+
+    def learner_inputs(self, policy: str, actor: int = 0, actors: int = 1) -> LearnerInputs:
+        """Return the arguments of the learner of a policy; see ``learners``."""
+        return LearnerInputs(
+            observation_space=self.observation_space,
+            action_space=self.action_space,
+            network=self.network,
+            settings=self.settings,
+            seed=self.seed + self.policies.index(policy),
+            policy=policy,
+            actor=actor,
+            actors=actors,
+        )
 
 
 def make_actor(parts: Parts, streams: Streams | None, index: int) -> Actor:

@@ -30,7 +30,7 @@ class ActorsConfig(Section):
     slots: int = Field(8, gt=0, description="Environments of each actor that step together.")
     steps: int = Field(128, gt=0, description="Steps of each environment in a fragment.")
     ring: int = Field(
-        1, gt=0, description="Groups of environments that an actor steps in turn; slots are of one group."
+        1, gt=0, description="Groups of environments that an actor steps in turn; each has ``slots`` of them."
     )
     place: Literal["inline", "process", "ray"] = Field(
         "inline", description="Where workers run: in this process, in processes of this machine, or on Ray."
@@ -51,7 +51,10 @@ class ActorsConfig(Section):
         1, gt=0, description="Fragments of a batch, for plans that take fragments of a stream as they come."
     )
     reuses: int = Field(
-        1, gt=0, description="Batches that each fragment of a stream may be in, where they come as they come."
+        1,
+        gt=0,
+        description="Number of batches that each fragment of a stream may be in, for plans that take "
+        "fragments as they come.",
     )
     max_lag: int | None = Field(
         None,
@@ -62,7 +65,8 @@ class ActorsConfig(Section):
     depth: int = Field(
         2,
         gt=0,
-        description="Fragments of one group of environments that are written, or wait, in a stream.",
+        description="Places of a stream for the fragments of each group of environments; a group without a "
+        "free place waits.",
     )
     prefetch: bool = Field(
         True, description="Whether a thread assembles the next batch of a stream during an update."
@@ -70,8 +74,8 @@ class ActorsConfig(Section):
     buffer_workers: int = Field(
         0,
         ge=0,
-        description="Workers that compute the fragments of a stream anew, with the newest weights, before "
-        "the trainer takes them; for algorithms that say how.",
+        description="Workers that recompute the fragments of a stream with the newest weights before the "
+        "trainer takes them, for algorithms with a ``reanalyse`` function.",
     )
     trainers: int = Field(1, gt=0, description="Ranks of the trainer, data-parallel.")
     executor: Literal["pull", "static"] = Field(
@@ -105,7 +109,7 @@ class PopulationConfig(Section):
     members: int = Field(4, gt=1, description="Members; each has the actors of ``[workers]`` for itself.")
     every: int = Field(10, gt=0, description="Steps between two exchanges.")
     share: float = Field(
-        0.25, gt=0, le=0.5, description="Share of the members that copy, and of those that are copied."
+        0.25, gt=0, le=0.5, description="Share of the members that copy others; as many are copied."
     )
     perturb: dict[str, tuple[float, float]] = Field(
         min_length=1,

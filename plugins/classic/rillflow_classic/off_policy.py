@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Mean, Metric, Metrics, merge_metrics
-from rillflow_classic.algorithm import LearnerInputs, System
+from rillflow_classic.algorithm import LearnerInputs, RolloutSize, System
 from rillflow_classic.checkpointed import State
 from rillflow_classic.flat_learner import FlatLearner, LearnerConfig, N
 from rillflow_classic.fragment import Array, Fragment
@@ -28,7 +28,7 @@ from rillflow_classic.networks.flat import flattened
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator
 from rillflow_classic.policy import ActorPolicy
-from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Transitions
+from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Transitions, require_memory
 
 
 class OffPolicyConfig(LearnerConfig):
@@ -47,10 +47,10 @@ class OffPolicyConfig(LearnerConfig):
         needed = max(self.batch_size, self.learning_starts)
         if self.replay.capacity < needed:
             raise ConfigError(
-                f"replay.capacity is {self.replay.capacity}, batch_size is {self.batch_size} and "
+                f"algorithm.replay.capacity is {self.replay.capacity}, batch_size is {self.batch_size} and "
                 f"learning_starts is {self.learning_starts}",
                 why="the buffer would never hold a batch, or the transitions before the first update",
-                fix=f"set replay.capacity to at least {needed}, or lower the other two",
+                fix=f"set algorithm.replay.capacity to at least {needed}, or lower the other two",
             )
         return self
 
@@ -66,6 +66,36 @@ def make_replay(inputs: LearnerInputs, index: int = 0, divided_by: int = 1) -> R
         num_steps=settings.num_steps,
         seed=inputs.seed + index,
     )
+
+
+def require_replay(inputs: LearnerInputs, size: RolloutSize, parts: int = 1) -> None:
+    """Raise ConfigError if a fragment, or the first updates, do not fit a buffer, or a buffer the memory.
+
+    Args:
+        inputs: spaces and settings.
+        size: size of a fragment.
+        parts: equal parts of the buffer; each holds whole fragments.
+    """
+    settings, replay = inputs.settings, inputs.settings.replay
+    rows = size.slots * (size.steps + 1)
+    named, capacity = f"algorithm.replay.capacity is {replay.capacity}", replay.capacity // parts
+    named += f", divided among {parts} shards" if parts > 1 else ""
+    if capacity < rows:
+        raise ConfigError(
+            f"{named}, and a fragment has {rows} rows",
+            why=f"{size.slots} slots have {size.steps} steps each, and one more observation",
+            fix=f"set algorithm.replay.capacity to at least {rows * parts}, or lower workers.slots or "
+            "workers.steps",
+        )
+    first = max(settings.batch_size, settings.learning_starts // parts)
+    if capacity - size.slots < first:
+        raise ConfigError(
+            f"{named}, and the first update needs {first} transitions{' of a shard' if parts > 1 else ''}",
+            why=f"the last rows of {size.slots} slots begin no transition yet, so it would never come",
+            fix=f"set algorithm.replay.capacity to at least {(first + size.slots) * parts}",
+        )
+    whole = replay if size.is_one_machine else replay.model_copy(update={"capacity": capacity})
+    require_memory(whole, inputs.observation_space, inputs.action_space)
 
 
 class OffPolicyLearner(FlatLearner[N], ABC):

@@ -18,10 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from rillflow.errors import TrainingError
+from rillflow.errors import ConfigError, TrainingError
 from rillflow.records.metrics import Mean, Metric, Metrics, Sum
 from rillflow.workers.collectives import Ranks
-from rillflow_classic.algorithm import LearnerInputs
+from rillflow_classic.algorithm import LearnerInputs, RolloutSize
 from rillflow_classic.flat_learner import FlatLearner, LearnerConfig
 from rillflow_classic.formulas import gae, moments, scaled
 from rillflow_classic.fragment import Array, Fragment
@@ -91,6 +91,19 @@ class Estimates:
     """[T, N] factors of the advantages, after they are normalised; None for 1."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics that replace those of the minibatches."""
+
+
+def require_rows(inputs: LearnerInputs, size: RolloutSize) -> None:
+    """Raise ConfigError if fragments have fewer rows, or slots with an LSTM, than minibatches."""
+    is_lstm, minibatches = inputs.network.kind == "lstm", inputs.settings.minibatches
+    rows = size.slots if is_lstm else size.slots * size.steps
+    if rows < minibatches:
+        unit = "slots, which an LSTM needs whole" if is_lstm else "rows: workers.slots x workers.steps"
+        raise ConfigError(
+            f"algorithm.minibatches is {minibatches}, and an update has {rows} {unit}",
+            why="no minibatch can be empty",
+            fix=f"set algorithm.minibatches to at most {rows}, or raise workers.slots",
+        )
 
 
 class OnPolicyLearner(FlatLearner[ActorCritic]):

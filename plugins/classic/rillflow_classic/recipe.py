@@ -157,7 +157,7 @@ def _needs_of_algorithm(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> S
             algorithm.reanalyse is None,
             name,
             {"workers.buffer_workers": [0]},
-            "it does not say how fragments are computed anew",
+            "buffer workers call the algorithm's reanalyse function, and it has none",
         ),
     )
 
@@ -197,7 +197,7 @@ def _needs_of_workers(recipe: ClassicRecipe) -> Sequence[Need]:
             workers.buffer_workers > 0,
             "workers.buffer_workers",
             {"workers.transport": ["shared_memory", "tcp"]},
-            "they compute the fragments of a stream anew",
+            "buffer workers recompute the fragments of a stream",
         ),
         Need(
             workers.place == "ray",
@@ -227,7 +227,8 @@ def _of_policies(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Iterator
         why, fix = "it trains one policy for all agents", 'remove [policies], or choose "two_trainers"'
         if wanted:
             why = f"it trains the policies {shown(wanted)}"
-            fix = "write a regular expression of agents' names for each"
+            lines = ", ".join(f'{each} = "..."' for each in wanted)
+            fix = f"write [policies] with {lines}: a regular expression of the agents' names for each"
         what = f"[policies] names {shown(names)} and algorithm.name is {shown(algorithm.name)}"
         yield ConfigError(what, why, fix)
     for name, pattern in recipe.policies.items():
@@ -254,9 +255,10 @@ def _of_population(recipe: ClassicRecipe) -> Iterator[ConfigError]:
         if not 0 < bounds[0] < bounds[1]:
             yield ConfigError(
                 what,
-                why="a lowest value above 0 comes before a higher one: values are drawn by their logarithm",
+                why="values are drawn by their logarithm, between a lowest value above 0 and a higher one",
                 fix=f"write for example {name} = [1e-4, 1e-2]",
             )
+            continue
         for bound in bounds:
             try:
                 perturbed(settings, {name: bound})

@@ -41,6 +41,8 @@ Space = gymnasium.Space[Any]
 Serials = NDArray[np.int64]
 LEAST_PRIORITY = 1e-6
 """Added to an error, so that a transition with error 0 can be drawn again."""
+PRIORITY_BYTES = 9
+"""Bytes of a row in the sum tree: its priority, and its part of the sums above."""
 SEEN = ("chosen", "best")
 """Outputs of an actor that first priorities are made of: the value of its action, and the highest one."""
 
@@ -77,9 +79,9 @@ class Transitions(Generic[A]):
     """[B] serial numbers, for ``ReplayBuffer.set_priorities``."""
 
 
-def row_type(observation: Space, action: Space, *, is_prioritised: bool) -> np.dtype[np.void]:
+def row_type(config: ReplayConfig, observation: Space, action: Space) -> np.dtype[np.void]:
     """Return the type of a row: a step, and the way to the next row of its slot."""
-    seen = SEEN if is_prioritised else ()
+    seen = SEEN if config.priority_exponent else ()
     numbers = [(name, np.float32, ()) for name in ("rewards", "discounts", *seen)]
     spaces = (("observations", observation), ("actions", action))
     arrays = [(name, each.dtype, each.shape or ()) for name, each in spaces]
@@ -111,11 +113,9 @@ class ReplayBuffer:
         num_steps: int = 1,
         seed: int = 0,
     ) -> None:
-        is_prioritised = config.priority_exponent > 0
-        row = row_type(observation_space, action_space, is_prioritised=is_prioritised)
-        require_memory(config.capacity * (row.itemsize + 9 * is_prioritised), config)
-        self._rows: Array = np.zeros(config.capacity, row)
-        self._tree = SumTree(config.capacity) if is_prioritised else None
+        require_memory(config, observation_space, action_space)
+        self._rows: Array = np.zeros(config.capacity, row_type(config, observation_space, action_space))
+        self._tree = SumTree(config.capacity) if config.priority_exponent else None
         self._config, self._discount, self._num_steps = config, discount, num_steps
         self._random = np.random.default_rng(seed)
         self._count = 0  # serial number of the next row; its place is the serial number modulo the capacity
@@ -281,12 +281,15 @@ class ReplayBuffer:
         return weights.astype(np.float32)
 
 
-def require_memory(num_bytes: int, config: ReplayConfig) -> None:
+def require_memory(config: ReplayConfig, observation: Space, action: Space) -> None:
     """Raise ConfigError if a buffer needs more memory than the machine has left."""
-    available = available_memory()
+    row_bytes = row_type(config, observation, action).itemsize
+    row_bytes += PRIORITY_BYTES if config.priority_exponent else 0
+    num_bytes, available = config.capacity * row_bytes, available_memory()
     if available is not None and num_bytes > available:
+        most = int(config.capacity * 0.9 * available / num_bytes)
         raise ConfigError(
-            f"replay.capacity = {config.capacity} needs {size(num_bytes)} of {size(available)} available",
-            why="the buffer would be swapped or killed when it fills",
-            fix=f"set replay.capacity to at most {int(config.capacity * 0.9 * available / num_bytes)}",
+            f"algorithm.replay.capacity is {config.capacity}, which takes {size(num_bytes)}",
+            why=f"this machine has {size(available)} of memory available",
+            fix=f"set algorithm.replay.capacity to at most {most}",
         )

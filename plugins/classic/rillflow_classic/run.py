@@ -5,8 +5,8 @@
         ^                                                                                           │
         └───────────────────────────────────────────────────────────────────────────────────────────┘
 
-After a checkpoint every environment begins anew with a seed of the run's seed and the step, and the plan is
-built anew, also in a run that is never stopped. So a resumed run makes the steps of an uninterrupted one.
+After a checkpoint, every environment begins a new episode with a seed from the run's seed and the step, and
+a plan is built anew, in runs that never stop too. So a resumed run makes the steps of an undisturbed one.
 Plans that take fragments as they come depend on time: their episodes go on after a checkpoint.
 
 Loop (in the main thread)
@@ -41,6 +41,7 @@ from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.evaluation import greedy_actor, judged_episodes, num_slots, play, record_video
 from rillflow_classic.operators.context import PlanContext
 from rillflow_classic.running_plan import RunningPlan
+from rillflow_classic.sizes import require_sizes
 from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.population import PopulationSystem, open_population
 
@@ -54,12 +55,14 @@ EVALUATED = 1
 
 
 def look_at_environment(loaded: LoadedClassicRecipe, report: Report) -> None:
-    """Make one environment and the learners.
+    """Make one environment and the learners, and compare the sizes of what holds fragments.
 
     Raises:
-        RillflowError: an environment cannot be made, or the network does not fit it.
+        RillflowError: an environment cannot be made, the network does not fit it, or a buffer, a batch or a
+            minibatch does not fit the fragments.
     """
     parts = Parts.of(loaded)
+    require_sizes(parts)
     spaces = {"observations": parts.observation_space, "actions": parts.action_space}
     report.say("environment", [f"{name}: {space}" for name, space in spaces.items()])
     parts.learners()

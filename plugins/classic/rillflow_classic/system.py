@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rillflow.errors import ConfigError
+from rillflow.errors import ClusterError, ConfigError
 from rillflow.records.metrics import Max, Metrics, merge_metrics
 from rillflow.runs.reader import Evaluation
 from rillflow.workers.backend import RankLost, Replacement
@@ -32,6 +32,8 @@ from rillflow_classic.workers.polling import WorkReport
 from rillflow_classic.workers.trainer_worker import FragmentQueue, TrainerWorker, assembled
 
 _log = logging.getLogger(__name__)
+MOST_LOSSES = 3
+"""Losses of a worker before it ends a call, after which the run stops."""
 TURN_S = 0.05
 """Longest time in which ``rollouts`` looks for a batch before another flow of the plan has its turn."""
 
@@ -202,6 +204,9 @@ class PolledWorkers:
         self.lost = 0
         """Number of workers that were lost."""
 
+        self._losses = Counter[int]()
+        """Losses of a worker since it last ended a call."""
+
     @property
     def alive(self) -> set[int]:
         """Workers that are not being replaced."""
@@ -244,11 +249,19 @@ class PolledWorkers:
         except RankLost as error:
             _log.warning("worker %d of %s is lost, and starts again: %s", index, self.workers.pool, error)
             self.lost += 1
+            self._losses[index] += 1
+            if self._losses[index] > MOST_LOSSES:
+                raise ClusterError(
+                    f"worker {index} of {self.workers.pool!r} was lost {self._losses[index]} times in a row",
+                    why=f"the last one {error.what}: {error.why}",
+                    fix="correct what ends it, then run the same command to resume",
+                ) from error
             self._starts[index] = self.workers.replace(index)
             return []
         if isinstance(call, Replacement):
             self._starts[index] = self.workers.make_again(index)
         elif isinstance(found, WorkReport):
+            self._losses[index] = 0
             self._reports.append(found.metrics)
         return [found]
 

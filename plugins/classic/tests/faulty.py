@@ -25,6 +25,8 @@ class Counter(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.steps, self.number = 0, float(self.np_random.random())
+        if self.fault == "nan" and self.at == 0:
+            self.number = np.nan
         return self._seen(), {}
 
     def step(self, action: Any) -> Any:
@@ -54,6 +56,12 @@ class Counter(gymnasium.Env[Any, Any]):
                     seen = 1.0
                 case "dtype":
                     seen = np.array(["a", "b"])
+                case "nothing":
+                    return None
+                case "text end":
+                    return seen, reward, "no", False, {}
+                case "exits":
+                    raise SystemExit(3)
                 case "four":
                     return seen, reward, False, {}
         return seen, reward, self.steps >= self.length, False, {}
@@ -109,6 +117,25 @@ class Team:
 
     def close(self) -> None:
         pass
+
+
+class Lone:
+    """No environment: it can only be reset."""
+
+    def reset(self) -> Any:
+        return 0, {}
+
+
+class Silent(Lone):
+    """Several agents in PettingZoo's form, without ``close``."""
+
+    possible_agents = ("a",)
+
+    def step(self, actions: dict[str, int]) -> Any:
+        return {}, {}, {}, {}, {}
+
+    def render(self) -> None:
+        return None
 
 
 not_a_class = 3

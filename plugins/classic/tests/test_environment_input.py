@@ -26,14 +26,17 @@ def made(id: str = f"{FAULTY}:Counter", slots: int = 3, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("raises", r"Counter.step of slot 0 failed: ZeroDivisionError: no such move"),
+        ("raises", r"Counter.step of slot 0 raised ZeroDivisionError: no such move"),
         ("nan", r"slot 0 returned the observation nan at \[1\]"),
         ("infinite reward", r"slot 0 returned the reward inf"),
-        ("text reward", r"Counter.step of slot 0 failed: ValueError: could not convert .*'much'"),
-        ("shape", r"Counter.step of slot 0 failed: TypeError: an observation of float32 \[3\], but .* \[2\]"),
-        ("scalar", r"Counter.step of slot 0 failed: TypeError: an observation of float64 \[\]"),
-        ("dtype", r"Counter.step of slot 0 failed: TypeError: an observation of <U1 \[2\]"),
-        ("four", r"Counter.step of slot 0 failed: ValueError: not enough values to unpack"),
+        ("text reward", r"Counter.step of slot 0 returned the reward 'much', which is no number"),
+        ("shape", r"Counter.step of slot 0 returned an observation of float32 \[3\], but .* \[2\]"),
+        ("scalar", r"Counter.step of slot 0 returned an observation of float64 \[\]"),
+        ("dtype", r"Counter.step of slot 0 returned an observation of <U1 \[2\]"),
+        ("four", r"Counter.step of slot 0 returned 4 values instead of 5"),
+        ("nothing", r"Counter.step of slot 0 returned None"),
+        ("text end", r"Counter.step of slot 0 returned 'no' where terminated or truncated is expected"),
+        ("exits", r"Counter.step of slot 0 raised SystemExit: 3"),
     ],
 )
 def test_a_faulty_step_is_one_clear_error(fault: str, words: str) -> None:
@@ -53,7 +56,28 @@ def test_the_error_of_an_exception_says_where() -> None:
     line = (
         FAULTY.read_text().splitlines().index('                    raise ZeroDivisionError("no such move")')
     )
-    assert f"faulty.py, line {line + 1}" in failure.value.why
+    assert f"faulty.py:{line + 1}, in step" in failure.value.why
+
+
+@pytest.mark.parametrize("fault", ["shape", "nothing"])
+def test_the_error_of_a_wrong_value_names_the_method_that_returned_it(fault: str) -> None:
+    environment = made(arguments={"fault": fault, "at": 1})
+    with pytest.raises(EnvironmentFailure) as failure:
+        environment.step(np.zeros(3, np.int64))
+    line = FAULTY.read_text().splitlines().index("    def step(self, action: Any) -> Any:")
+    assert failure.value.fix == f"correct Counter.step in {FAULTY}, line {line + 1}"
+    assert "observation, reward, terminated, truncated, info" in failure.value.why
+
+
+def test_a_first_observation_that_is_nan_is_refused() -> None:
+    with pytest.raises(EnvironmentFailure, match=r"slot 0 returned the observation nan at \[1\]"):
+        made(arguments={"fault": "nan", "at": 0})
+
+
+@pytest.mark.parametrize(("name", "lacks"), [("Lone", "step"), ("Silent", "close")])
+def test_a_class_that_lacks_a_method_is_no_environment(name: str, lacks: str) -> None:
+    with pytest.raises(ConfigError, match=rf"is no environment: '{name}' object has no attribute '{lacks}'"):
+        made(f"{FAULTY}:{name}")
 
 
 @pytest.mark.parametrize("provider", ["gymnasium", "envpool"])
@@ -92,13 +116,13 @@ def test_continuous_actions_are_clipped_and_nan_is_refused(provider: str) -> Non
         ({"id": "MultiAgentCartpole-v0"}, "did you mean 'MultiAgentCartPole-v0'"),
         ({"id": "FishingDerby-v9", "provider": "envpool"}, "did you mean 'FishingDerby-v5'"),
         ({"id": "ALE/Pong-v9", "provider": "gymnasium"}, "did you mean 'ALE/Pong-v5'"),
-        ({"id": "TheWholeWorldAndMore"}, "name a registered id, or a class as file.py:Class"),
+        ({"id": "TheWholeWorldAndMore"}, "write a registered id or file.py:Class"),
         ({"id": "absent.package:Class"}, "absent.* cannot be imported"),
         ({"id": "rillflow_classic.fragment:Fragmnt"}, "did you mean 'Fragment'"),
         ({"id": f"{FAULTY}:Countr"}, "did you mean 'Counter'"),
         ({"id": f"{FAULTY}:not_a_class"}, "has no class 'not_a_class'"),
         ({"id": f"{FAULTY.parent}/absent.py:Class"}, "absent.py cannot be imported.*FileNotFoundError"),
-        ({"provider": "envpool"}, "environment.provider is 'envpool'.*not this one"),
+        ({"provider": "envpool"}, "environment.provider is 'envpool', and EnvPool runs no classes"),
         ({"arguments": {"lenght": 3}}, "unexpected keyword argument 'lenght'"),
         (
             {"id": "CartPole-v1", "arguments": {"speed": 3}},
@@ -134,7 +158,7 @@ def test_no_slots_are_refused() -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "envpool_ids", frozenset)
-    with pytest.raises(ConfigError, match=r"which has 0 ids(?s:.*)rillflow\[classic\]"):
+    with pytest.raises(ConfigError, match=r"EnvPool is not installed(?s:.*)rillflow\[classic\]"):
         made("CartPole-v1", provider="envpool")
     assert made("CartPole-v1").num_slots == 3, "Gymnasium has it too"
 

@@ -172,6 +172,18 @@ def test_a_dict_is_a_recipe(tmp_path: Path) -> None:
     assert rillflow.open_run(run.path).report().is_file()
 
 
+def test_an_algorithm_and_an_environment_of_the_users_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The examples of the guide; the return rises from below 0 to nearly that of the shortest way."""
+    examples = Path(__file__).parents[1] / "examples"
+    monkeypatch.syspath_prepend(examples)
+    settings = {"algorithm": {"name": "reinforce:REINFORCE", "steps": 100, "lr": 3e-3}}
+    run = rillflow.train(examples / "corridor.toml", dir=tmp_path / "run", settings=settings, quiet=True)
+    assert run.evaluations[0].value < 0.0 and run.evaluations[-1].value > 0.4
+    assert rillflow.open_run(run.path).is_finished
+
+
 def test_fresh_sets_the_old_run_aside(recipe: Path) -> None:
     assert main(["run", str(recipe), "--set", "algorithm.steps=2", "--quiet"]) == 0
     assert main(["run", str(recipe), "--set", "algorithm.steps=1", "--quiet", "--fresh"]) == 0
@@ -202,7 +214,10 @@ def test_more_steps_continue_a_finished_run_and_another_environment_does_not(rec
         ({"environment.id": "missing.py:Env"}, "relative to the recipe's folder"),
         ({"environment.id": "collections:Counter"}, "derive the class from gymnasium.Env"),
         ({"algorithm.name": "dqn", "environment.id": "Pendulum-v1"}, "finitely many actions"),
-        ({"algorithm.name": "dqn", "algorithm.replay.capacity": 32}, "set replay.capacity to at least 1000"),
+        (
+            {"algorithm.name": "dqn", "algorithm.replay.capacity": 32},
+            "set algorithm.replay.capacity to at least 1000",
+        ),
         ({"policies.left": "agent_0"}, "the environment's only agent matches no policy"),
         ({"policies.a": "agent_0", "policies.b": ".*"}, "one policy for all agents"),
         ({"algorithm.name": "two_trainers"}, 'it trains the policies ["dqn", "ppo"]'),

@@ -68,9 +68,17 @@ def _averaged(columns: MetricColumns, name: str) -> dict[int, float]:
 
 
 def _common(seeds: Sequence[dict[int, float]]) -> Values:
-    """Return the values of the steps that every seed has."""
-    steps = set.intersection(*map(set, seeds)) if seeds else set()
-    return {step: [each[step] for each in seeds] for step in sorted(steps)}
+    """Return the values of all seeds at every step of any seed, as far as all seeds have come.
+
+    Where a seed has no value, such as the return of a step in which no episode ended, the value lies on the
+    line between its neighbours.
+    """
+    if not all(seeds):
+        return {}
+    first, last = max(map(min, seeds)), min(map(max, seeds))
+    steps = sorted(step for step in set().union(*seeds) if first <= step <= last)
+    found = [np.interp(steps, sorted(each), [each[step] for step in sorted(each)]) for each in seeds]
+    return {step: list(map(float, values)) for step, *values in zip(steps, *found, strict=True)}
 
 
 def _card(title: str, values: Values, count: int) -> Html:

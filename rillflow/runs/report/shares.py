@@ -93,7 +93,10 @@ def _card(phase: PhaseSpan, times: Sequence[StageTime], colours: Mapping[str, in
     shares = [(kind, one.seconds / total, one.stage) for one, kind in zip(times, kinds, strict=True)]
     title = f"{phase.name}: {phase.last - phase.first + 1:,} steps in {duration(phase.end_s - phase.start_s)}"
     head = ("stage", "time", "share", "median step", "rows/s", "tokens/s")
-    return card(title, share_bar(shares), table(rows, head), kind="card wide")
+    filled = [place for place in range(len(head)) if any(row[place] for row in rows)]
+    rows = [[row[place] for place in filled] for row in rows]
+    found = table(rows, [head[place] for place in filled])
+    return card(title, share_bar(shares), found, kind="card wide")
 
 
 def outcome_counts(data: RunData) -> dict[str, int]:

@@ -19,11 +19,11 @@ import numpy as np
 from pydantic import Field
 
 from rillflow.records.metrics import Metrics
-from rillflow_classic.algorithm import ClassicAlgorithm, System
+from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, RolloutSize, System
 from rillflow_classic.algorithms.dqn import DQNConfig, DQNLearner
 from rillflow_classic.checkpointed import State
 from rillflow_classic.fragment import Array, Fragment
-from rillflow_classic.off_policy import make_replay
+from rillflow_classic.off_policy import make_replay, require_replay
 from rillflow_classic.on_policy import fragment_metrics
 from rillflow_classic.operators.context import Operator, PlanContext
 from rillflow_classic.operators.iterators import concurrently, queue
@@ -131,6 +131,17 @@ def pools(settings: ApexConfig) -> Mapping[str, int]:
     return {POOL: settings.shards}
 
 
+def require(inputs: LearnerInputs, size: RolloutSize) -> None:
+    """Raise ConfigError if a fragment does not fit a shard, or the shards do not fit the memory."""
+    require_replay(inputs, size, inputs.settings.shards)
+
+
 ALGORITHM = ClassicAlgorithm(
-    name="apex", config=ApexConfig, learner=DQNLearner, plan=plan, is_in_step=False, pools=pools
+    name="apex",
+    config=ApexConfig,
+    learner=DQNLearner,
+    plan=plan,
+    is_in_step=False,
+    pools=pools,
+    require=require,
 )

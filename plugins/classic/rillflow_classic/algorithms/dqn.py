@@ -24,7 +24,13 @@ from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, System
 from rillflow_classic.fragment import Array
 from rillflow_classic.networks.acting import NetworkPolicy
 from rillflow_classic.networks.build import ActorCritic, build_network
-from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, tensors_of, train_from_replay
+from rillflow_classic.off_policy import (
+    OffPolicyConfig,
+    OffPolicyLearner,
+    require_replay,
+    tensors_of,
+    train_from_replay,
+)
 from rillflow_classic.policy import Acted
 from rillflow_classic.replay import Transitions
 
@@ -123,4 +129,6 @@ def plan(system: System, settings: DQNConfig) -> Iterator[Metrics]:
     return system.rollouts("bulk_sync").for_each(train_from_replay(system, learner))  # type: ignore[no-any-return]
 
 
-ALGORITHM = ClassicAlgorithm(name="dqn", config=DQNConfig, learner=DQNLearner, plan=plan)
+ALGORITHM = ClassicAlgorithm(
+    name="dqn", config=DQNConfig, learner=DQNLearner, plan=plan, require=require_replay
+)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from rillflow.records.metrics import Metrics
 from rillflow_classic.algorithm import ClassicAlgorithm, System
-from rillflow_classic.on_policy import OnPolicyConfig, OnPolicyLearner
+from rillflow_classic.on_policy import OnPolicyConfig, OnPolicyLearner, require_rows
 from rillflow_classic.operators.steps import train_one_step
 from rillflow_classic.workers.buffer_worker import fresh_values
 
@@ -34,4 +34,5 @@ ALGORITHM = ClassicAlgorithm(
     plan=plan,
     sums_gradients=True,
     reanalyse=fresh_values,
+    require=require_rows,
 )

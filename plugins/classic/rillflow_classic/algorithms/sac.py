@@ -29,7 +29,7 @@ from rillflow_classic.algorithms.dqn import plan
 from rillflow_classic.fragment import Array
 from rillflow_classic.networks.acting import weights_of
 from rillflow_classic.networks.ensemble import EnsembleMLP
-from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, tensors_of
+from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, require_replay, tensors_of
 from rillflow_classic.policy import Acted, Weights
 from rillflow_classic.replay import Transitions
 
@@ -173,4 +173,6 @@ def require_bounds(inputs: LearnerInputs) -> None:
         )
 
 
-ALGORITHM = ClassicAlgorithm(name="sac", config=SACConfig, learner=SACLearner, plan=plan)
+ALGORITHM = ClassicAlgorithm(
+    name="sac", config=SACConfig, learner=SACLearner, plan=plan, require=require_replay
+)

@@ -15,11 +15,11 @@ from typing import Any
 
 from rillflow.config.schema import Section
 from rillflow.records.metrics import Metrics, merge_metrics
-from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, System
+from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, RolloutSize, System
 from rillflow_classic.algorithms.dqn import DQNConfig, DQNLearner
 from rillflow_classic.algorithms.ppo import ClassicPPOConfig
-from rillflow_classic.off_policy import train_from_replay
-from rillflow_classic.on_policy import OnPolicyLearner
+from rillflow_classic.off_policy import require_replay, train_from_replay
+from rillflow_classic.on_policy import OnPolicyLearner, require_rows
 from rillflow_classic.operators.iterators import concurrently
 from rillflow_classic.operators.steps import select, train_one_step
 from rillflow_classic.policy import Learner
@@ -40,6 +40,14 @@ def learner_of(inputs: LearnerInputs) -> Learner:
     if inputs.policy == PPO:
         return OnPolicyLearner(replace(inputs, settings=inputs.settings.ppo))
     return DQNLearner(replace(inputs, settings=inputs.settings.dqn))
+
+
+def require(inputs: LearnerInputs, size: RolloutSize) -> None:
+    """Raise ConfigError if a fragment does not fit the minibatches, or the replay buffer."""
+    if inputs.policy == PPO:
+        require_rows(replace(inputs, settings=inputs.settings.ppo), size)
+    else:
+        require_replay(replace(inputs, settings=inputs.settings.dqn), size)
 
 
 def plan(system: System, settings: TwoTrainersConfig) -> Iterator[Metrics]:
@@ -70,5 +78,10 @@ def renamed(policy: str, name: str) -> str:
 
 
 ALGORITHM = ClassicAlgorithm(
-    name="two_trainers", config=TwoTrainersConfig, learner=learner_of, plan=plan, policies=(PPO, DQN)
+    name="two_trainers",
+    config=TwoTrainersConfig,
+    learner=learner_of,
+    plan=plan,
+    policies=(PPO, DQN),
+    require=require,
 )

@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import gymnasium
 
 from rillflow.errors import ConfigError, RewardError, nearest
 from rillflow.rewards.function import parse_function
+from rillflow.runs.error_lines import own_line
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.envpool_adapter import envpool_ids
 from rillflow_classic.environments.lanes import Lane
@@ -88,15 +89,22 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
     for each in (plain, name, ATARI + plain):
         if each in known:
             return CatalogEntry(provider=known[each], name=each, make=minatar_game(each))
+    raise _unknown(config, known, module)
+
+
+def _unknown(config: EnvironmentSettings, known: Collection[str], module: str) -> ConfigError:
+    """Return the error for an id that is none of the known ones."""
     spelled = {each.lower(): each for each in known}
     close = difflib.get_close_matches(config.id.lower(), spelled, n=1)
-    raise ConfigError(
-        f"environment.id is {config.id!r}",
-        why=f"environment.provider is {config.provider!r}, which has {len(known)} ids and not this one",
-        fix=f"did you mean {spelled[close[0]]!r}?"
-        if close
-        else "name a registered id, or a class as file.py:Class; pip install 'rillflow[classic]' for EnvPool",
-    )
+    owner = {"auto": "Gymnasium and EnvPool", "gymnasium": "Gymnasium", "envpool": "EnvPool"}[config.provider]
+    why, fix = f"it is none of the {len(known)} ids of {owner}", "write a registered id or file.py:Class"
+    if config.provider == "envpool" and module:
+        why, fix = "environment.provider is 'envpool', and EnvPool runs no classes", "leave out the provider"
+    elif close:
+        fix = f"did you mean {spelled[close[0]]!r}?"
+    elif not envpool_ids() and config.provider != "gymnasium":
+        why, fix = f"{why}; EnvPool is not installed", f"{fix}; pip install 'rillflow[classic]' for EnvPool"
+    return ConfigError(f"environment.id is {config.id!r}", why=why, fix=fix)
 
 
 def gymnasium_ids() -> frozenset[str]:
@@ -115,7 +123,7 @@ def _imported(config: EnvironmentSettings, module: str) -> dict[str, Any]:
             sys.modules[module] = loaded = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(loaded)
         return vars(importlib.import_module(module))
-    except Exception as error:  # the user's file may raise anything
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
         sys.modules.pop(module, None)
         what, why = f"environment.id is {config.id!r}, and {module} cannot be imported", type(error).__name__
         fix = "correct the name or the file, or install the package"
@@ -135,20 +143,25 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool =
         made = (
             entry.make(**arguments) if entry.make else _registered(entry.name, config.time_limit, arguments)
         )
-    except Exception as error:  # the user's class may raise anything
+    except (Exception, SystemExit) as error:  # the user's class may raise anything
+        line, fix = own_line(error), "correct environment.arguments or the class"
+        if entry.make is None:
+            fix = "correct environment.arguments, or install the missing package (MuJoCo: pip install "
+            fix += "'rillflow-classic[mujoco]')"
         raise ConfigError(
             f"the environment {config.id!r} cannot be made: {type(error).__name__}: {error}",
-            why=f"its arguments are {arguments}",
-            fix="correct environment.arguments or the class, or install what the first line names "
-            "(pip install 'rillflow-classic[mujoco]' for MuJoCo)",
+            why=f"environment.arguments are {arguments}" + (f"; raised at {line}" if line else ""),
+            fix=fix,
         ) from error
     try:
         return Lane(made, entry.name, config.time_limit)
     except AttributeError as error:
         raise ConfigError(
             f"{config.id!r} is no environment: {error}",
-            why="it is neither derived from gymnasium.Env nor in PettingZoo's parallel form",
-            fix="derive the class from gymnasium.Env",
+            why="an environment derives from gymnasium.Env and sets observation_space and action_space, or "
+            "has possible_agents and all methods of PettingZoo's ParallelEnv",
+            fix="add what is missing; or derive the class from gymnasium.Env, or from pettingzoo.ParallelEnv "
+            "for several agents",
         ) from error
 
 

@@ -8,6 +8,7 @@ record, so that they are one block of memory, which processes can share.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +17,15 @@ import gymnasium
 import numpy as np
 
 from rillflow.errors import ConfigError
+from rillflow.runs.error_lines import innermost_line
 from rillflow_classic.environments.vector import EnvironmentFailure, Stepped, VectorEnvironment, array_space
 from rillflow_classic.fragment import Array
+
+_RETURNS = {"reset": "observation, info", "step": "observation, reward, terminated, truncated, info"}
+
+
+class _WrongValue(TypeError):
+    """A value of an environment that cannot be used."""
 
 
 class Lane:
@@ -25,11 +33,13 @@ class Lane:
 
     Args:
         environment: the user's object. If it is no ``gymnasium.Env``, it has ``possible_agents``,
-            ``observation_space(agent)``, ``action_space(agent)``, ``reset(seed)`` and ``step(actions)``.
+            ``observation_space(agent)``, ``action_space(agent)``, ``reset(seed)``, ``step(actions)``,
+            ``render()`` and ``close()``.
         name: its id, for errors.
         time_limit: steps after which all agents are truncated; None: never.
 
     Raises:
+        AttributeError: it lacks one of these.
         ConfigError: agents have different spaces, or a space cannot be an array.
     """
 
@@ -38,6 +48,9 @@ class Lane:
 
     def __init__(self, environment: Any, name: str, time_limit: int | None = None) -> None:
         self._environment, self.name, self._limit = environment, name, time_limit
+        self._methods = {"reset": environment.reset, "step": environment.step}
+        self._render, self._close = environment.render, environment.close
+        self._returned: Any = None
         self._is_single = isinstance(environment, gymnasium.Env)
         self._keys = ("",) if self._is_single else tuple(environment.possible_agents)
         spaces = [(environment.observation_space, environment.action_space)]
@@ -59,7 +72,8 @@ class Lane:
 
     def reset(self, seed: int | None) -> None:
         """Begin a new episode of all agents; None continues the environment's own random numbers."""
-        observations, _ = self._environment.reset(seed=seed)
+        self._returned = self._environment.reset(seed=seed)
+        observations, _ = self._returned
         if self._is_single:
             observations = {"": observations}
         self._length, self._live = 0, {key: index for index, key in enumerate(self._keys)}
@@ -74,11 +88,13 @@ class Lane:
             return
         self._length += 1
         if self._is_single:
-            observation, reward, is_terminated, is_truncated, _ = self._environment.step(actions[0])
+            self._returned = returned = self._environment.step(actions[0])
+            observation, reward, is_terminated, is_truncated, _ = returned
             self._write("", observation, reward, is_terminated, is_truncated)
             return
         chosen = {key: actions[index] for key, index in self._live.items()}
-        observations, rewards, terminated, truncated, _ = self._environment.step(chosen)
+        self._returned = self._environment.step(chosen)
+        observations, rewards, terminated, truncated, _ = self._returned
         self.rows.rewards[:], self.rows.terminated[:], self.rows.truncated[:] = 0.0, False, True
         for key in chosen:
             self._write(key, observations[key], rewards[key], terminated[key], truncated[key])
@@ -87,22 +103,52 @@ class Lane:
         """Write the row of an agent, which is not live any more if its episode has ended."""
         rows, index = self.rows, self._live[key]
         is_cut = is_truncated or self._length == self._limit
-        rows.observations[index], rows.rewards[index] = self._array(observation), reward
+        rows.observations[index] = self._array(observation)
+        try:
+            rows.rewards[index] = reward
+        except (TypeError, ValueError):
+            raise _WrongValue(f"the reward {reward!r}, which is no number") from None
         rows.terminated[index], rows.truncated[index] = is_terminated, is_cut
         if is_terminated or is_cut:
+            for flag in (is_terminated, is_truncated):
+                if not isinstance(flag, bool | np.bool_ | int):
+                    raise _WrongValue(f"{flag!r} where terminated or truncated is expected")
             del self._live[key]
 
     def render(self) -> Array | None:
         """Return a frame [H, W, 3]; None if there is none."""
         try:
-            image = np.asarray(self._environment.render())
+            image = np.asarray(self._render())
         except NotImplementedError:
             return None
         return image.astype(np.uint8) if image.ndim == 3 else None
 
     def close(self) -> None:
         """End the environment."""
-        self._environment.close()
+        self._close()
+
+    def failure(self, method: str, slot: int, error: BaseException) -> EnvironmentFailure:
+        """Return the error to raise after ``reset`` or ``step`` of the environment has failed.
+
+        It names the line that raised, or the wrong part of what the method returned, and where it stands.
+        """
+        name, names = f"{self.name}.{method} of slot {slot}", _RETURNS[method]
+        contract = f"{method} returns {names} (Gymnasium since 0.26)"
+        if traceback.extract_tb(error.__traceback__)[-1].filename != __file__:
+            what, why = f"{name} raised {type(error).__name__}: {error}", f"raised at {innermost_line(error)}"
+            return EnvironmentFailure(what, why=why, fix=f"correct the environment; {contract}")
+        found: Any = self._returned
+        count = names.count(",") + 1
+        if not isinstance(found, tuple | list):
+            wrong = f"{found!r}"
+        elif len(found) != count:
+            wrong = f"{len(found)} values instead of {count}"
+        elif isinstance(error, KeyError):
+            wrong = f"no value for agent {error}"
+        else:
+            wrong = str(error) if isinstance(error, _WrongValue) else f"a wrong value: {error}"
+        where = _place_of(self._methods[method])
+        return EnvironmentFailure(f"{name} returned {wrong}", why=contract, fix=f"correct {where}")
 
     def _array(self, value: Any) -> Array:
         """Return an observation as an array. An assignment alone would broadcast and cast a wrong one."""
@@ -110,7 +156,19 @@ class Lane:
         if array.shape == shape and (array.dtype == dtype or np.can_cast(array.dtype, dtype, "same_kind")):
             return array
         got = f"{array.dtype} {list(array.shape)}"
-        raise TypeError(f"an observation of {got}, but observation_space is {dtype} {list(shape)}")
+        raise _WrongValue(f"an observation of {got}, but observation_space is {dtype} {list(shape)}")
+
+
+def _place_of(method: Callable[..., Any]) -> str:
+    """Return name, file and line of a method; below the wrappers of Gymnasium, it is the environment's."""
+    owner = method.__self__ if inspect.ismethod(method) else None
+    inner = owner.unwrapped if isinstance(owner, gymnasium.Env) else owner
+    function = inspect.getattr_static(type(inner), method.__name__, method)
+    try:
+        file, line = inspect.getsourcefile(function), inspect.findsource(function)[1] + 1
+    except (TypeError, OSError):  # a compiled class
+        return f"{method.__name__} of the environment"
+    return f"{type(inner).__name__}.{method.__name__} in {file}, line {line}"
 
 
 def lane_seed(seed: int, lane: int) -> int:
@@ -168,18 +226,9 @@ class InlineEnvironment(VectorEnvironment):
         for index, argument in enumerate(arguments):
             try:
                 call(self._lanes[index], argument)
-            except Exception as error:  # the user's class may raise anything
-                place, slot = (
-                    traceback.extract_tb(error.__traceback__)[-1],
-                    (self._first + index) * self._width,
-                )
-                failed = f"{self._lanes[index].name}.{call.__name__} of slot {slot} failed"
-                raise EnvironmentFailure(
-                    f"{failed}: {type(error).__name__}: {error}",
-                    why=f"it raised, or returned a wrong value, at {place.filename}, line {place.lineno}",
-                    fix="reset returns observation and info; step returns observation, reward, terminated, "
-                    "truncated and info, as in Gymnasium since 0.26",
-                ) from error
+            except (Exception, SystemExit) as error:  # the user's class may raise anything
+                slot = (self._first + index) * self._width
+                raise self._lanes[index].failure(call.__name__, slot, error) from error
 
     def render(self, slot: int) -> Array | None:
         """Return a frame of a slot's environment."""

@@ -39,6 +39,7 @@ START_S = 120.0
 """Longest start of a child."""
 _CLOSE_S = 3.0
 _DONE = b"done"
+_DIED = "has died"
 _MOST_BYTES = 2**17
 _BOOT = (
     "import sys; from rillflow_classic.environments.processes import serve; serve(*map(int, sys.argv[1:]))"
@@ -135,7 +136,7 @@ class ProcessEnvironment(InlineEnvironment):
                 self.children[index][1].send(request)
         lost, failures, until = list[int](), list[bytes](), time.monotonic() + seconds
         for index in children:
-            link, answer, reason = self.children[index][1], b"", "has died"
+            link, answer, reason = self.children[index][1], b"", _DIED
             try:
                 link.settimeout(max(1e-3, until - time.monotonic()))
                 answer = link.recv(_MOST_BYTES)
@@ -159,26 +160,30 @@ class ProcessEnvironment(InlineEnvironment):
             EnvironmentFailure: ``restarts`` children have been replaced already.
         """
         slots, limit = self._slots[index], self._config.restarts
-        self._end(index, 0.0)
+        has_died = reason == _DIED
+        code = self._end(index, 1.0 if has_died else 0.0)
         if self.num_restarts >= limit:
+            last, signal = slots.stop - 1, f" (signal {-code})" if code < 0 else ""
+            named = f"slot {last}" if slots.start == last else f"slots {slots.start} to {last}"
+            ended = f" with exit code {code}{signal}" if has_died else ""
+            fix = "look for an endless loop, or raise environment.step_timeout_s if a step takes so long"
             raise EnvironmentFailure(
-                f"the process of slots {slots.start} to {slots.stop - 1} of {self._config.id!r} {reason}",
-                why=f"environment.restarts is {limit}, and {self.num_restarts} were replaced",
-                fix="look for a crash or an endless loop in the environment; or raise "
-                "environment.step_timeout_s or environment.restarts",
+                f"the process of {named} of {self._config.id!r} {reason}{ended}",
+                why=f"environment.restarts is {limit}, and {self.num_restarts} processes were replaced",
+                fix="look for a crash in the environment; its output is above" if has_died else fix,
             )
         self.num_restarts += 1
         self.children[index] = self._started(index)
         self._called(self._task, [index], START_S)
 
-    def _end(self, index: int, seconds: float) -> None:
-        """End a child that has some seconds to close its environments."""
+    def _end(self, index: int, seconds: float) -> int:
+        """End a child that has some seconds to close its environments; return its exit code."""
         process, link = self.children[index]
         link.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
         process.kill()
-        process.wait()
+        return process.wait()
 
     def close(self) -> None:
         """End all children."""

@@ -73,9 +73,15 @@ class VectorEnvironment(ABC):
         self._preprocessing, self.observation_space = preprocessing, preprocessing.observation_space
 
     def reset(self, seed: int) -> Array:
-        """Begin a new episode in every slot; the same seed gives the same episodes. Returns [N, ...]."""
+        """Begin a new episode in every slot; the same seed gives the same episodes. Returns [N, ...].
+
+        Raises:
+            EnvironmentFailure: an environment raised, hung, died, or returned NaN or another wrong value.
+        """
         self._totals[:], self._starts[:] = 0.0, self._steps
         observations = self.begin(seed)
+        if self._is_real:
+            _require_finite(observations, "observation")
         return self._preprocessing.first(observations) if self._preprocessing else observations
 
     def step(self, actions: Array) -> Stepped:

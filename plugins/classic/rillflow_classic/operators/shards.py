@@ -119,9 +119,9 @@ class _Opened:
             if self.live:
                 return NotReady()
             raise ClusterError(
-                f"all {self._workers.size} workers of {self._workers.pool} are lost",
-                why=f"the last one {error.what}",
-                fix="read the log of the first loss, then resume the run from its last checkpoint",
+                f"no worker of {self._workers.pool!r} is left; there were {self._workers.size}",
+                why=f"the last one {error.what}: {error.why}",
+                fix="correct what ended it, then run the same command to resume",
             ) from error
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from rillflow.errors import ConfigError
 from rillflow_classic.streams.dock import Dock
 from rillflow_classic.streams.streams import WRITTEN, EndKind, Streams, StreamSpec
 
@@ -67,13 +68,23 @@ class _Peer:
 
 
 class SocketHub(Streams):
-    """The trainer's end."""
+    """The trainer's end.
+
+    Raises:
+        ConfigError: ``host`` is no address of this machine.
+    """
 
     def __init__(self, spec: StreamSpec, dock: Dock, host: str) -> None:
         super().__init__(spec, dock)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            why = f"no port can be opened at this address: {error.strerror}"
+            fix = "set it to an address of this machine that the workers reach"
+            raise ConfigError(f"workers.host is {host!r}", why=why, fix=fix) from error
         self.address, self.token = f"tcp://{host}:{port}", secrets.token_bytes(16)
         self._peers: dict[str, _Peer] = {}
         self._due: deque[tuple[str, Rows]] = deque()

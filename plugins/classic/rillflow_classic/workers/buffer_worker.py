@@ -1,9 +1,9 @@
-"""Buffer worker: computes fragments anew between actors and trainer, which is reanalysis.
+"""Buffer worker: recomputes outputs of fragments between actors and trainer, which is reanalysis.
 
     actors ─ written slots ─> BufferWorker: reanalyse in place, newest weights ─ ready slots ─> trainer
 
-A fragment waits while the learner goes on, so what its policy returned grows old. A buffer worker that is
-killed leaves its slots written, and its replacement computes them.
+While a fragment waits, the learner goes on, and the outputs of the fragment's policy grow old. If a buffer
+worker is killed, its slots stay written, and its replacement recomputes them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BufferWorker(PollingWorker):
     Args:
         learners: learner of every policy, for its policy's weights.
         streams: its end of the streams.
-        reanalyse: computes outputs anew.
+        reanalyse: recomputes outputs.
     """
 
     def __init__(self, learners: Mapping[str, Learner], streams: Streams, reanalyse: Reanalysis) -> None:

@@ -5,7 +5,7 @@
 
 There is no fixed batch size: a batch is what has arrived while the last one was computed. So the batch grows
 with the load, and a single request does not wait. After RETRY_S the actors of a killed worker ask the next
-one, and its replacement answers what was asked meanwhile.
+one, and its replacement answers the requests that came meanwhile.
 """
 
 from __future__ import annotations

@@ -59,9 +59,10 @@ class FragmentQueue:
     def __init__(self, room: int, *, batch: int = 1, reuses: int = 1, max_lag: int | None = None) -> None:
         if not 1 <= batch <= room:
             raise ConfigError(
-                f"a batch of {batch} fragments from a stream that holds {room}",
-                why="fragments of a batch wait in the memory of the stream",
-                fix="enlarge workers.depth, or lower workers.batch",
+                f"workers.batch is {batch}, and the stream holds {room} fragments",
+                why="a batch is complete only if all its fragments wait in the stream: workers.actors x "
+                "workers.ring x workers.depth",
+                fix=f"set workers.batch to at most {room}, or raise workers.depth",
             )
         self._capacity = min(room, max(2 * batch, room // 2))
         self._batch, self._reuses, self._max_lag = batch, reuses, max_lag

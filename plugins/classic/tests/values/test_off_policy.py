@@ -240,7 +240,7 @@ def test_no_update_before_the_buffer_has_enough() -> None:
 
 
 def test_a_buffer_smaller_than_a_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"set replay\.capacity to at least 1000"):
+    with pytest.raises(ConfigError, match=r"replay\.capacity to at least 1000"):
         DQNConfig(replay=ReplayConfig(capacity=20))
 
 

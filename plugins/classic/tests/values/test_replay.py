@@ -177,5 +177,5 @@ def test_a_fragment_larger_than_the_buffer_is_an_error() -> None:
 def test_a_buffer_larger_than_the_memory_is_an_error_before_it_is_made() -> None:
     config = ReplayConfig(capacity=10**9)
     space = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8)
-    with pytest.raises(ConfigError, match=r"1000000000 needs 25\.7 TiB"):
+    with pytest.raises(ConfigError, match=r"1000000000, which takes 25\.7 TiB"):
         ReplayBuffer(config, space, SPACES[1], discount=0.9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow_classic.sum_tree import SumTree
@@ -12,6 +12,7 @@ from rillflow_classic.sum_tree import SumTree
 PRIORITIES = st.one_of(st.just(0.0), st.floats(0.01, 100.0))
 
 
+@settings(deadline=None)
 @given(st.lists(PRIORITIES, min_size=1, max_size=1200), st.integers(0, 2**32 - 1))
 def test_draws_and_totals_agree_with_cumulative_sums(priorities: list[float], seed: int) -> None:
     random, leaves = np.random.default_rng(seed), np.array(priorities)

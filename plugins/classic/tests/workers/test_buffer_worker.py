@@ -101,9 +101,7 @@ def test_fragments_that_were_not_used_come_first() -> None:
 
 @pytest.mark.parametrize(("capacity", "batch"), [(0, 1), (2, 3)])
 def test_a_queue_that_holds_no_batch_is_refused(capacity: int, batch: int) -> None:
-    with pytest.raises(
-        ConfigError, match=f"a batch of {batch} fragments from a stream that holds {capacity}"
-    ):
+    with pytest.raises(ConfigError, match=f"workers.batch is {batch}, and the stream holds {capacity} frag"):
         FragmentQueue(capacity, batch=batch)
 
 

@@ -139,7 +139,7 @@ def test_a_score_has_one_name_on_the_page(tmp_path: Path) -> None:
 def test_axes_are_named_and_wide_things_show_that_they_scroll(make_run: MakeRun) -> None:
     text, page = report(make_run())
     assert page.charts and text.count('<figcaption class="axis-x">step</figcaption>') == len(page.charts)
-    assert "nats per token" in page.text and "share of tokens" in page.text
+    assert "nats per token" in page.text and "share of ratios" in page.text
     scroll = style()[style().index(".scroll {") :].split("}")[0]
     assert "overflow-x: auto" in scroll and "var(--edge)" in scroll
 

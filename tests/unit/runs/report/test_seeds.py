@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,17 @@ def test_the_report_of_a_sweeps_run_draws_the_mean_of_all_seeds(tmp_path: Path) 
     page = "".join(draw_seeds(runs[0]))
     assert "Episode return, 2 seeds" in page and "Evaluation: mean return, 2 seeds" in page
     assert ">11.0<" in page, "the last common step has the values 10 and 12"
+
+
+def test_a_step_without_a_value_of_a_seed_has_one_between_its_neighbours(tmp_path: Path) -> None:
+    for seed, values in enumerate([{1: 0.0, 3: 8.0, 4: 8.0}, {1: 2.0, 2: 6.0, 5: 9.0}]):
+        with RunDirectory.open(tmp_path / f"seed-{seed}", {}) as run:
+            for step in range(1, 6):
+                mean = Mean(total=values.get(step, 0.0), count=int(step in values))
+                run.log_metrics(step, "ppo", {"episode/return/mean": mean} if mean.count else {})
+    page = html.unescape("".join(draw_seeds(tmp_path / "seed-0")))
+    assert '"x":[1,2,3,4]' in page, "step 5 is not common"
+    assert '"y":[1,5,7.5,8]' in page, "the means of 0 and 2, 4 and 6, 8 and 7, 8 and 8"
 
 
 def test_a_run_of_its_own_has_no_seeds(tmp_path: Path) -> None:
