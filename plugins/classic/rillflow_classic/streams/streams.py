@@ -103,13 +103,13 @@ class StreamSpec:
         tables = {"control": (_CONTROL, 1), "marks": (_MARK, slots)}
         for policy, layout in self.layouts.items():
             most = layout.answer["actions"].shape[0] * (self.steps // 2 + 1)
-            fragment, request, answer = layout.fragment(self.steps), layout.request, layout.answer
-            sample = extended(fragment, num_episodes="i8", episodes=(_EPISODE, (most,)))
-            tables[f"{policy}/samples"] = sample, slots
+            tables[f"{policy}/samples"] = layout.fragment(self.steps), slots
+            tables[f"{policy}/episodes"] = np.dtype([("count", "i8"), ("played", _EPISODE, (most,))]), slots
             if self.workers:
-                tables[f"{policy}/requests"] = extended(request, worker="i8", number="i8"), self.lanes
-                answers = self.lanes * self.workers
-                tables[f"{policy}/answers"] = extended(answer, version="i8", number="i8"), answers
+                request = extended(layout.request, worker="i8", number="i8")
+                answer = extended(layout.answer, version="i8", number="i8")
+                tables[f"{policy}/requests"] = request, self.lanes
+                tables[f"{policy}/answers"] = answer, self.lanes * self.workers
         for policy, record in self.weights.items():
             tables[f"{policy}/weights"] = extended(_COPY, arrays=record), _COPIES
         return tables
@@ -117,7 +117,7 @@ class StreamSpec:
     @property
     def sample_tables(self) -> list[str]:
         """Tables of one fragment, the mark last."""
-        return [*(f"{policy}/samples" for policy in self.layouts), "marks"]
+        return [f"{p}/{each}" for p in self.layouts for each in ("samples", "episodes")] + ["marks"]
 
     def slots_of(self, kind: str, index: int) -> Array:
         """Return the slots that an actor fills or a buffer worker changes; for the trainer, all."""
@@ -220,11 +220,9 @@ class Streams:
         """Send the fragments whose arrays ``reserve`` gave, begun in a round of the trainer."""
         slot = self._slots.pop(lane)
         for policy, fragment in fragments.items():
-            samples = self._dock.columns[f"{policy}/samples"]
-            samples["num_episodes"][slot] = len(fragment.episodes)
-            samples["episodes"][slot, : len(fragment.episodes)] = [
-                astuple(each) for each in fragment.episodes
-            ]
+            table, played = self._dock.columns[f"{policy}/episodes"], fragment.episodes
+            table["count"][slot] = len(played)
+            table["played"][slot, : len(played)] = [astuple(each) for each in played]
         marks, first = self._dock.columns["marks"], (self._first + lane) * self.spec.depth
         marks["number"][slot] = marks["number"][first : first + self.spec.depth].max() + 1
         marks["round"][slot], marks["state"][slot] = round_, WRITTEN
@@ -386,11 +384,12 @@ class Streams:
         actor, lane = divmod(slot // self.spec.depth, self.spec.ring)
         fragments = {}
         for policy in self.spec.layouts:
-            arrays = row(self._dock.columns[f"{policy}/samples"], slot)
+            table = self._dock.columns[f"{policy}/episodes"]
+            played = table["played"][slot, : int(table["count"][slot])].tolist()
             episodes = [
-                FinishedEpisode(**dict(zip(_EPISODE.names or (), each, strict=True)))
-                for each in arrays["episodes"][: int(arrays["num_episodes"])].tolist()
+                FinishedEpisode(**dict(zip(_EPISODE.names or (), each, strict=True))) for each in played
             ]
+            arrays = row(self._dock.columns[f"{policy}/samples"], slot)
             fragments[policy] = fragment_of(arrays, episodes=episodes, policy=policy, actor=actor)
         number = int(self._dock.columns["marks"]["number"][slot]) - 1
         release = partial(self._pass_on, slot)
