@@ -146,7 +146,8 @@ class OnPolicyLearner(FlatLearner[ActorCritic]):
         """
         experience = self._experience(data)
         [(part, count)] = self._minibatches(experience)
-        terms = self._backward(experience, part, count)
+        ordered = part.sort().values  # so that the rounding does not depend on a learner's seed
+        terms = self._backward(experience, ordered, count)
         gradients = views(self._gradient.clone(), self.network.parameters())
         return gradients, self._metrics(experience, terms, [])
 
