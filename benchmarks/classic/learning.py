@@ -176,13 +176,20 @@ CASES = [
         last_steps=10,
         note="never adapts",
     ),
-    Case(name="mb_mpo_point", recipe="mb_mpo_point", last_steps=10, note="all real episodes"),
+    Case(name="mb_mpo_point", recipe="mb_mpo_point", last_steps=5, note="last five real episodes"),
     Case(
-        name="mb_mpo_point, control",
+        name="mb_mpo_point, one model",
         recipe="mb_mpo_point",
         settings=("algorithm.members=1", "algorithm.inner_lr=0", "algorithm.imagined=160"),
-        last_steps=10,
-        note="one model, never adapts",
+        last_steps=5,
+        note="never adapts, as many imagined episodes",
+    ),
+    Case(
+        name="mb_mpo_point, five models",
+        recipe="mb_mpo_point",
+        settings=("algorithm.inner_lr=0",),
+        last_steps=5,
+        note="never adapts",
     ),
 ]
 
