@@ -24,15 +24,16 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -43,7 +44,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import measured_at
 
-from rillflow.runs.reader import read_evaluations, read_metrics
+from rillflow.records.metrics import merge_metrics
+from rillflow.runs.reader import MetricsRecord, read_evaluations, read_metrics
 from rillflow.runs.summary import summarise
 
 SMALLEST = ["--only maml_point --seeds 0 --steps 2"]
@@ -52,6 +54,9 @@ ROOT = Path(__file__).parents[2]
 PEERS = Path(__file__).parent / "peers"
 COMMAND = "import sys; from rillflow.cli.main import main; sys.exit(main())"
 RETURN = "episode/return/mean"
+PER_POLICY = re.compile("episode/(.+)_return/mean")
+LAST = 20
+"""Steps of the mean return of each policy."""
 EPISODES = 20
 """Greedy episodes of a peer's evaluation, as in the recipes of CartPole."""
 
@@ -176,13 +181,20 @@ CASES = [
         last_steps=10,
         note="never adapts",
     ),
-    Case(name="mb_mpo_point", recipe="mb_mpo_point", last_steps=10, note="all real episodes"),
+    Case(name="mb_mpo_point", recipe="mb_mpo_point", last_steps=5, note="last five real episodes"),
     Case(
-        name="mb_mpo_point, control",
+        name="mb_mpo_point, one model",
         recipe="mb_mpo_point",
         settings=("algorithm.members=1", "algorithm.inner_lr=0", "algorithm.imagined=160"),
-        last_steps=10,
-        note="one model, never adapts",
+        last_steps=5,
+        note="never adapts, as many imagined episodes",
+    ),
+    Case(
+        name="mb_mpo_point, five models",
+        recipe="mb_mpo_point",
+        settings=("algorithm.inner_lr=0",),
+        last_steps=5,
+        note="never adapts",
     ),
 ]
 
@@ -205,6 +217,8 @@ class Learnt:
     """Environment steps of the run."""
     seconds: float
     """Duration, start and evaluations included."""
+    policies: Mapping[str, float] = field(default_factory=dict)
+    """Mean return of each policy's agents in the last steps, with exploring actions; empty for one policy."""
 
     @property
     def best(self) -> float:
@@ -274,7 +288,15 @@ def own_run(case: Case, seed: int, command: list[str]) -> Learnt:
         final=final,
         frames=frames[-1],
         seconds=seconds,
+        policies=returns_by_policy(records[-LAST:]),
     )
+
+
+def returns_by_policy(records: Sequence[MetricsRecord]) -> dict[str, float]:
+    """Return the mean of ``episode/NAME_return/mean`` by name."""
+    found = merge_metrics(each.metrics for each in records)
+    names = {name: PER_POLICY.fullmatch(name) for name in found}
+    return {match[1]: found[name].value for name, match in names.items() if match}
 
 
 def peer_run(case: Case, seed: int, command: list[str], options: argparse.Namespace) -> Learnt:

@@ -14,16 +14,25 @@ from gymnasium import spaces
 from plugins.classic.tests.test_on_policy import inputs, play
 from plugins.classic.tests.values.opened import OpenedRecipe
 from rillflow.errors import ConfigError, TrainingError
+from rillflow.records.metrics import Metrics
 from rillflow_classic.algorithms.a2c import A2CConfig
 from rillflow_classic.algorithms.maml import MamlConfig, MamlLearner
-from rillflow_classic.algorithms.mb_mpo import ImaginedEnvironment, MbMpoConfig, Models, search
+from rillflow_classic.algorithms.mb_mpo import (
+    ImaginedEnvironment,
+    MbMpoConfig,
+    MbMpoLearner,
+    Models,
+    search,
+)
 from rillflow_classic.environments.config import EnvironmentSettings
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.environments.point_navigation import PointNavigation
 from rillflow_classic.fragment import Array, Fragment
+from rillflow_classic.networks.acting import weights_of
 from rillflow_classic.networks.task_policy import TaskPolicy
 from rillflow_classic.on_policy import Estimates, OnPolicyLearner
 from rillflow_classic.operators.context import PlanContext
+from rillflow_classic.policy import Weights
 from rillflow_classic.replay import ReplayBuffer
 
 POINT = {"id": "PointNavigation-v0", "run": "inline"}
@@ -249,6 +258,29 @@ def test_mb_mpo_learns_from_few_real_steps() -> None:
         assert max(each["episode/return/mean"].value for each in metrics[1:]) > -15
 
 
+def test_the_adapted_policies_take_turns_in_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        given = {**MB_MPO, "updates": 2, "model_steps": 1, "workers": {"slots": 1, "steps": 21}}
+        recipe = opened(stack, "mb_mpo", **given)
+        learner: MbMpoLearner = recipe.system.learner
+        policies: list[list[Weights]] = []
+
+        def recorded(data: ReplayBuffer) -> tuple[list[Weights], Metrics]:
+            weights, metrics = MbMpoLearner.search(learner, data)
+            policies.append(weights)
+            return weights, metrics
+
+        monkeypatch.setattr(learner, "search", recorded)
+        for count, _ in enumerate(recipe.steps(4), start=1):
+            acting = recipe.system.actors.run(0, first_task).read(10)
+            for name, value in policies[-1][count % 3].items():
+                np.testing.assert_array_equal(acting[name], value)
+
+
+def first_task(actor: Any) -> Weights:
+    return weights_of(actor.policies["policy"]._tasks[0].network)
+
+
 def test_mb_mpo_refuses_what_its_models_do_not_predict() -> None:
     with ExitStack() as stack, pytest.raises(ConfigError, match=r"does not fit the space Discrete\(2\)"):
         OpenedRecipe(stack, {"name": "mb_mpo"}, environment={"id": "CartPole-v1"})
@@ -256,4 +288,4 @@ def test_mb_mpo_refuses_what_its_models_do_not_predict() -> None:
         recipe = opened(stack, "mb_mpo", **MB_MPO, arguments={"goal": 0.0})
         ended = replace(play(OnPolicyLearner(inputs())), terminated=np.ones((9, 4), bool))
         with pytest.raises(TrainingError, match="models predict no termination"):
-            search(recipe.system, filled()).begin(PlanContext())(ended)
+            search(recipe.system, MbMpoConfig(), filled()).begin(PlanContext())(ended)

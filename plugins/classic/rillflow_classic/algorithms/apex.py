@@ -4,13 +4,18 @@
     replay    batches of the shards as they come ─> queue
     learn     queue ─> update of DQN ─> priorities to the batch's shard ─> new weights for all actors
 
-The three flows run concurrently. Slot i of the N slots of all actors takes random actions with probability
-epsilon^(1 + 7 i / (N - 1)), for ever: so some slots explore and some act almost greedily. In the paper every
-actor has one slot. The loss is that of DQN.
+The three flows run concurrently. With ``frames_per_update`` = r, whichever of frames and r updates is ahead
+by ``RateLimiter.slack`` waits for the other, so a run learns alike on fast and on slow machines (the rate
+limiter of Reverb, arXiv 2102.04736). Both counts begin with the plan: at the start and after a checkpoint.
+
+Slot i of the N slots of all actors takes random actions with probability epsilon^(1 + 7 i / (N - 1)), for
+ever: so some slots explore and some act almost greedily. In the paper every actor has one slot. The loss is
+that of DQN.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +30,7 @@ from rillflow_classic.checkpointed import State
 from rillflow_classic.fragment import Array, Fragment
 from rillflow_classic.off_policy import make_replay, require_replay
 from rillflow_classic.on_policy import fragment_metrics
-from rillflow_classic.operators.context import Operator, PlanContext
+from rillflow_classic.operators.context import NotReady, Operator, PlanContext
 from rillflow_classic.operators.iterators import concurrently, queue
 from rillflow_classic.operators.steps import replay, report_metrics, store_to_replay
 from rillflow_classic.replay import ReplayBuffer, ReplayConfig, Transitions
@@ -46,6 +51,9 @@ class ApexConfig(DQNConfig):
     queued: int = Field(16, ge=1, description="Batches that wait for the learner.")
     updates: int = Field(32, ge=1, description="Updates of one step of the run.")
     publish_every: int = Field(16, ge=1, description="Updates between new weights for the actors.")
+    frames_per_update: float = Field(
+        0.0, ge=0, description="Frames that the actors play for each update; 0: as many as the machine plays."
+    )
     replay: ReplayConfig = ReplayConfig(capacity=100_000, priority_exponent=0.6)
 
     def epsilons(self, version: int, num_slots: int, actor: int = 0, actors: int = 1) -> Array:
@@ -79,6 +87,37 @@ class ReplayShards:
             self.workers.call(index, "restore", state[str(index)]).read(DEADLINE_S)
 
 
+class RateLimiter:
+    """Keeps frames and updates in proportion: whichever is ahead by the slack waits for the other.
+
+    Args:
+        frames_per_update: frames of an update; 0: neither waits.
+        slack: largest difference, in frames.
+    """
+
+    def __init__(self, frames_per_update: float, slack: float) -> None:
+        self.slack = slack if frames_per_update else math.inf
+        """Largest difference, in frames; a fragment may go beyond it."""
+        self._frames_per_update, self._ahead = frames_per_update, 0.0
+
+    def play(self) -> Operator:
+        """Return the operator that counts fragments, and waits while there are too few updates."""
+        return Operator(label="limit_frames", begin=lambda _: self._played)
+
+    def _played(self, fragment: Fragment) -> Fragment | NotReady:
+        if self._ahead >= self.slack:
+            return NotReady(why=(f"the frames are {self._ahead:g} ahead of the updates",))
+        self._ahead += fragment.num_steps
+        return fragment
+
+    def learns(self) -> NotReady | None:
+        """Count an update; NotReady while there are too few frames."""
+        if self._ahead <= -self.slack:
+            return NotReady(why=(f"the updates are {-self._ahead:g} frames ahead",))
+        self._ahead -= self._frames_per_update
+        return None
+
+
 def plan(system: System, settings: ApexConfig) -> Iterator[Metrics]:
     """Return the dataflow: store, replay and learn, concurrently."""
     learner: Any = system.learner
@@ -87,11 +126,12 @@ def plan(system: System, settings: ApexConfig) -> Iterator[Metrics]:
     enqueue, batches = queue(settings.queued)
     rollouts = system.rollouts("async", num_async=settings.num_async)
     least = max(settings.learning_starts // settings.shards, settings.batch_size)
+    limiter = RateLimiter(settings.frames_per_update, slack=2 * least * settings.shards)
     drawn = replay(workers, settings.batch_size, starts=least, num_async=settings.num_async)
     flows = [
-        rollouts.for_each(count_steps(learner)).for_each(store_to_replay(workers)),
+        rollouts.for_each(limiter.play()).for_each(count_steps(learner)).for_each(store_to_replay(workers)),
         drawn.for_each(enqueue),
-        batches.for_each(learn(system, learner, settings)).combine(report_metrics(settings.updates)),
+        batches.for_each(learn(system, learner, settings, limiter)).combine(report_metrics(settings.updates)),
     ]
     return concurrently(flows, "async", output_indexes=[2])  # type: ignore[return-value]
 
@@ -109,11 +149,13 @@ def count_steps(learner: DQNLearner) -> Operator:
     return Operator(label="count_steps", begin=begin)
 
 
-def learn(system: System, learner: DQNLearner, settings: ApexConfig) -> Operator:
+def learn(system: System, learner: DQNLearner, settings: ApexConfig, limiter: RateLimiter) -> Operator:
     """Update the learner with a batch, and send the priorities to the batch's shard."""
 
-    def begin(context: PlanContext) -> Callable[[Transitions[Array]], Metrics]:
-        def update(batch: Transitions[Array]) -> Metrics:
+    def begin(context: PlanContext) -> Callable[[Transitions[Array]], Metrics | NotReady]:
+        def update(batch: Transitions[Array]) -> Metrics | NotReady:
+            if (wait := limiter.learns()) is not None:
+                return wait
             metrics = learner.update(batch)
             assert context.source is not None
             context.sent([context.source.call("set_priorities", batch.serials, learner.errors)])

@@ -6,9 +6,9 @@
     real rollouts ─ store ─ fit models ─ meta updates on imagined rollouts ─> adapted policies for the actors
 
 Models that differ are tasks that differ, so the policy need not trust any of them; real steps show which is
-right. The adapted policy of each model plays in its share of the slots. Two things differ from the paper: a
-model predicts the reward too, and imagined episodes begin at any real observation. The control is ``members``
-= 1 and ``inner_lr`` = 0: one model, no meta step.
+right. The adapted policies take turns in the slots: each plays real episodes, also with fewer slots than
+models. Two things differ from the paper: a model predicts the reward too, and imagined episodes begin at any
+real observation. Both controls have ``inner_lr`` = 0: the same models, or only one (``members`` = 1).
 """
 
 from __future__ import annotations
@@ -184,12 +184,11 @@ class MbMpoLearner(MamlLearner):
 
 def plan(system: Any, settings: MbMpoConfig) -> Iterator[Metrics]:
     """Return the dataflow: real rollouts, their transitions, and the search for policies."""
-    del settings
     data = system.kept.keep("replay", partial(make_replay, system.learner.inputs))
-    return system.rollouts("bulk_sync").for_each(search(system, data))  # type: ignore[no-any-return]
+    return system.rollouts("bulk_sync").for_each(search(system, settings, data))  # type: ignore[no-any-return]
 
 
-def search(system: Any, data: ReplayBuffer) -> Operator:
+def search(system: Any, settings: MbMpoConfig, data: ReplayBuffer) -> Operator:
     """Keep the transitions, search for adapted policies, and let the actors act with them."""
     learner: MbMpoLearner = system.learner
 
@@ -204,8 +203,11 @@ def search(system: Any, data: ReplayBuffer) -> Operator:
             data.add(fragment)
             acted = fragment_metrics(fragment, learner.version)
             weights, metrics = learner.search(data)
-            for actor in range(system.actors.size):
-                send_tasks(system, context, actor, weights)
+            slots, num_actors = fragment.valid.shape[1], system.actors.size
+            first = learner.version // settings.updates * slots
+            for actor in range(num_actors):
+                begin = (first + actor * slots // num_actors) % len(weights)
+                send_tasks(system, context, actor, [*weights[begin:], *weights[:begin]])
             return {**metrics, **acted}
 
         return searched

@@ -20,6 +20,7 @@ class TaskPolicy(NetworkPolicy):
     """Acts for several tasks, which have equal parts of the slots and may have weights of their own."""
 
     _tasks: Sequence[NetworkPolicy] = ()
+    _copies: Sequence[NetworkPolicy] = ()
 
     def evaluate(self, observations: Array, state: Array | None) -> tuple[Floats, Floats, Array | None]:
         """See NetworkPolicy."""
@@ -37,7 +38,9 @@ class TaskPolicy(NetworkPolicy):
 
     def load_tasks(self, version: int, weights: Sequence[Weights]) -> None:
         """Load weights for each task, in the order of the slots; without any, act with the network."""
-        self._tasks = [NetworkPolicy(copy.deepcopy(self.network)) for _ in weights]
+        missing = len(weights) - len(self._copies)
+        self._copies = [*self._copies, *(NetworkPolicy(copy.deepcopy(self.network)) for _ in range(missing))]
+        self._tasks = self._copies[: len(weights)]
         for task, own in zip(self._tasks, weights, strict=True):
             task.load(version, own)
         self.version = version

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from plugins.classic.tests.values.opened import OpenedRecipe
+from plugins.classic.tests.values.written_fragments import random_stream
 from rillflow.graph.drawing import as_text
 from rillflow.records.metrics import Metrics, merge_metrics
+from rillflow_classic.algorithms.apex import RateLimiter
 from rillflow_classic.build import make_actor
+from rillflow_classic.operators.context import NotReady, PlanContext
 
 SMALL = {"batch_size": 32, "learning_starts": 64, "updates": 4}
 NETWORK = {"hidden": [32], "activation": "relu"}
@@ -127,6 +130,32 @@ def test_the_actors_of_apex_explore_with_their_own_epsilons() -> None:
             fragment: Any = actor.sample()
             actor.close()
             assert np.array_equal(fragment.outputs["chosen"], fragment.outputs["best"]) == is_greedy
+
+
+@pytest.mark.parametrize("ratio", [2.0, 40.0])
+def test_apex_keeps_frames_and_updates_in_proportion(ratio: float) -> None:
+    """Each turn of the flows takes up to 20 fragments of 64 frames, or as many updates, without a ratio."""
+    with ExitStack() as stack:
+        tables = {"environment": {"id": "CartPole-v1"}, "workers": {"slots": 4, "steps": 16}}
+        recipe = OpenedRecipe(stack, {"name": "apex", **SMALL, "frames_per_update": ratio}, **tables)
+        frames, slack = 0.0, 2 * 64 + 64
+        for metrics in recipe.steps(50):
+            if "actor/steps/sum" in metrics:
+                frames += metrics["actor/steps/sum"].value
+            assert abs(frames - ratio * recipe.system.learner.version) <= slack
+        assert recipe.system.learner.version == 200
+
+
+def test_the_flow_that_is_ahead_waits() -> None:
+    limiter, fragment = RateLimiter(3.0, slack=6), random_stream(4, 1, 0, ending=0)
+    played = limiter.play().begin(PlanContext())
+    assert [isinstance(played(fragment), NotReady) for _ in range(3)] == [False, False, True]
+    assert [limiter.learns() is None for _ in range(5)] == [True, True, True, True, True]  # 8 - 15 = -7
+    assert isinstance(limiter.learns(), NotReady)
+    assert played(fragment) is fragment
+    unlimited = RateLimiter(0.0, slack=6)
+    played = unlimited.play().begin(PlanContext())
+    assert all(played(fragment) is fragment and unlimited.learns() is None for _ in range(9))
 
 
 def learns(algorithm: dict[str, Any], environment: str, steps: int, at_least: float) -> None:
