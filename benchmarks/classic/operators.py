@@ -95,7 +95,7 @@ class Case:
         places = range(ACTORS)
         return {
             "hand": lambda: sum(ray.get([each.spent_s.remote() for each in self.bare])),
-            "plan": lambda: sum(self.actors.run(index, process_s).read() for index in places),
+            "plan": lambda: sum(self.actors.call(index, process_s).read() for index in places),
         }
 
 
