@@ -53,10 +53,9 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("settings", "told"),
     [
         ((*SMALL, "algorithm.replay.capacity = 67"), "capacity is 67, and a fragment has 68 rows"),
-        ((*SMALL, "algorithm.replay.capacity = 72", "algorithm.num_steps = 3"), "at least 76"),
         ((DQN, "algorithm.replay.capacity = 1000"), "first update needs 1000 transitions"),
         ((DQN, "algorithm.replay.capacity = 1_000_000_000_000"), "set algorithm.replay.capacity to at most"),
-        (('algorithm.name = "apex"', "algorithm.shards = 30", "algorithm.replay.capacity = 2000"), "2280"),
+        (('algorithm.name = "apex"', "algorithm.shards = 30", "algorithm.replay.capacity = 2000"), "2040"),
         (("workers.trainers = 5", 'workers.place = "process"'), "set workers.trainers to at most 4"),
         (("algorithm.minibatches = 65",), "algorithm.minibatches is 65, and an update has 64 rows"),
         (("algorithm.minibatches = 5", 'network.kind = "lstm"'), "an update has 4 slots"),

@@ -272,7 +272,7 @@ def test_the_adapted_policies_take_turns_in_the_slots(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(learner, "search", recorded)
         for count, _ in enumerate(recipe.steps(4), start=1):
-            acting = recipe.system.actors.run(0, first_task).read(10)
+            acting = recipe.system.actors.call(0, first_task).read(10)
             for name, value in policies[-1][count % 3].items():
                 np.testing.assert_array_equal(acting[name], value)
 
