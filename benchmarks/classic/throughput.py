@@ -79,7 +79,6 @@ def systems(options: argparse.Namespace) -> list[System]:
             tasks=("pong",),
             own_path=True,
         ),
-        System(name=f"{OURS}, 2 actors", python=here, script="rillflow_ppo.py", form="2", own_path=True),
         System(name="serial loop, EnvPool", python=here, script="serial_envpool.py"),
     ]
     if options.sb3:

@@ -1,7 +1,4 @@
-"""PPO of Rillflow, with the plan and the workers of a run.
-
-The form is the precision of the CNN, or the number of actors, each in a process with its part of the slots.
-"""
+"""PPO of Rillflow, with the plan and the workers of a run; the form may set the precision of the CNN."""
 
 from __future__ import annotations
 
@@ -16,20 +13,11 @@ def main(task: Task) -> None:
     from rillflow_classic.build import Parts, open_system
     from rillflow_classic.recipe import LoadedClassicRecipe
 
-    actors = int(task.form) if task.form.isdigit() else 0
     recipe = {
         "kind": "classic",
-        "environment": {
-            "id": "Pong-v5" if task.is_frames else task.environment,
-            "arguments": {"num_threads": 1} if actors else {},
-        },
-        "network": {"precision": "bfloat16" if task.form == "bfloat16" else "float32"},
-        "workers": {
-            "actors": actors or 1,
-            "place": "process" if actors else "inline",
-            "slots": task.slots // (actors or 1),
-            "steps": task.steps,
-        },
+        "environment": {"id": "Pong-v5" if task.is_frames else task.environment},
+        "network": {"precision": task.form or "float32"},
+        "workers": {"slots": task.slots, "steps": task.steps},
         "algorithm": {"name": "ppo", "steps": 1, "epochs": task.epochs, "minibatches": task.minibatches},
         "run": {"seed": task.seed},
     }
