@@ -289,10 +289,12 @@ def socket_bytes() -> int:
     """Return the bytes sent and received by the open TCP connections of this process; Linux."""
     total = 0
     for handle in Path("/proc/self/fd").iterdir():
+        if not handle.is_socket():
+            continue
         try:
             with socket.socket(fileno=os.dup(int(handle.name))) as each:
                 known = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-        except OSError:  # not a TCP socket
+        except OSError:  # not of TCP
             continue
         total += sum(struct.unpack_from("QQ", known, 120))  # bytes_acked, bytes_received
     return total
