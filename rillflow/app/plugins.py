@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rillflow.errors import ConfigError, nearest
+from rillflow.runs.error_lines import PLUGIN_GROUP
 
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from rillflow.placement.plan import Plan
     from rillflow.runs.report.measured import Predict
 
-GROUP = "rillflow.plugins"
 SHIPPED: Mapping[str, Mapping[str, str]] = {
     "planner": {
         "plan": "choose devices and parallel sizes for every model, and predict the seconds of a step",
@@ -128,7 +128,7 @@ def installed() -> Mapping[str, Plugin]:
     Raises:
         ConfigError: a plugin is installed and cannot be loaded.
     """
-    found = {point.name: _loaded(point) for point in entry_points(group=GROUP)}
+    found = {point.name: _loaded(point) for point in entry_points(group=PLUGIN_GROUP)}
     return {name: plugin for name, plugin in found.items() if plugin is not None}
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import rillflow
 
 _PACKAGE = str(Path(rillflow.__file__).parent)
-_PLUGINS = "rillflow.plugins"
+PLUGIN_GROUP = "rillflow.plugins"
+"""Group of the entry points of plugins."""
 
 
 def own_line(error: BaseException) -> str:
@@ -48,6 +49,6 @@ def _is_own(filename: str) -> bool:
 @cache
 def _plugin_folders() -> tuple[str, ...]:
     """Return the folders of installed plugins, also of those that are installed from a clone."""
-    packages = {point.module.partition(".")[0] for point in entry_points(group=_PLUGINS)}
+    packages = {point.module.partition(".")[0] for point in entry_points(group=PLUGIN_GROUP)}
     found = [find_spec(package) for package in packages]
     return tuple(str(Path(spec.origin).parent) for spec in found if spec and spec.origin)

@@ -51,7 +51,7 @@ class RolloutSize:
     steps: int
     """Steps of each slot, T."""
     is_one_machine: bool
-    """Whether all workers share the memory of this machine."""
+    """Whether all workers run on this machine; together they then need its memory."""
 
 
 class System(Protocol):

@@ -315,9 +315,11 @@ class EnvironmentStatistics:
     def restore(self, state: State) -> None:
         """Restore what ``state`` returned."""
         rings = [state[str(actor)] for actor in range(len(state))]
-        self._system.ask_actors(
-            "restore_environments", [[ring[str(lane)] for lane in range(len(ring))] for ring in rings]
-        )
+        states = [
+            [{name: value.numpy() for name, value in ring[str(lane)].items()} for lane in range(len(ring))]
+            for ring in rings
+        ]
+        self._system.ask_actors("restore_environments", states)
 
 
 def keep_state(

@@ -137,6 +137,7 @@ def bound(worker: Any, method: Method) -> Callable[..., Any]:
     Raises:
         AttributeError: the worker has no method of this name.
     """
+    # a method's name reaches a worker's process without its class
     found: Callable[..., Any] = (
         getattr(worker, method) if isinstance(method, str) else partial(method, worker)
     )
