@@ -10,9 +10,10 @@ returns after adaptation instead. Peers have environments of their own:
     python -m venv .sb3 && .sb3/bin/pip install stable-baselines3==2.9.2 gymnasium
     python -m venv .rliable && .rliable/bin/pip install rliable==1.2.0 'pandas<3'
 
-Stable-Baselines3 has the settings of RL Zoo, plays as many frames, and is evaluated as often. The table shows
-interquartile means with 95% intervals of the stratified bootstrap by rliable (Agarwal et al., arXiv
-2108.13264), where each environment is a stratum of its own; without ``--rliable`` it shows the seeds alone.
+Stable-Baselines3 plays as many frames and is evaluated as often. Its PPO and DQN have the settings of RL Zoo,
+its SAC those of the recipe. The table shows interquartile means with 95% intervals of the stratified bootstrap
+by rliable (Agarwal et al., arXiv 2108.13264), where each environment is a stratum of its own; without
+``--rliable`` it shows the seeds alone.
 
 Each finished run adds a line to the records. The same command continues after the last one; a line counts
 while its command is that of the row.
@@ -118,6 +119,22 @@ def of_sb3(algorithm: str, environment: str, frames: int, every: int, **given: A
     return json.dumps({**task, "settings": given})
 
 
+def of_sb3_sac(discount: float) -> str:
+    """Return a task with the settings of the recipe of SAC."""
+    return of_sb3(
+        *("sac", "Pendulum-v1", 12_800, 1_600),
+        slots=4,
+        falling=["learning_rate"],
+        learning_rate=1e-3,
+        batch_size=256,
+        learning_starts=1000,
+        train_freq=16,
+        gradient_steps=64,
+        gamma=discount,
+        policy_kwargs={"net_arch": [64, 64]},
+    )
+
+
 CASES = [
     Case(name="ppo_cartpole", recipe="ppo_cartpole", threshold=475, note="settings of RL Zoo, constant clip"),
     Case(
@@ -173,6 +190,15 @@ CASES = [
     Case(name="two_trainers", recipe="two_trainers", threshold=150),
     Case(name="ppo_minatar", recipe="ppo_minatar", threshold=10),
     Case(name="sac_pendulum", recipe="sac_pendulum", threshold=-200),
+    Case(name="sac_pendulum, SB3", peer=of_sb3_sac(0.95), threshold=-200, note="settings of the recipe"),
+    Case(
+        name="sac_pendulum, 0.99",
+        recipe="sac_pendulum",
+        settings=("algorithm.gamma=0.99",),
+        threshold=-200,
+        note="discount 0.99",
+    ),
+    Case(name="sac_pendulum, 0.99, SB3", peer=of_sb3_sac(0.99), threshold=-200, note="discount 0.99"),
     Case(name="maml_point", recipe="maml_point", last_steps=10, note="after one step of adaptation"),
     Case(
         name="maml_point, control",
