@@ -1,4 +1,4 @@
-"""Checkpointed: what makes a resumed run the same: states of learners and buffers, and seeds of a step.
+"""Checkpointed: what makes a resumed run the same: states of learners and buffers.
 
 plan ─ keep("replay", make) ─> the object: made once, restored if a checkpoint has its state
 write ─> NAME.safetensors for each object, and JSON ─> checkpoint ─> read
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -111,8 +110,3 @@ def joined(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> State:
             place = place[folder]
         place[name] = tensor
     return state  # type: ignore[no-any-return]
-
-
-def seed_of(*parts: int) -> int:
-    """Return a seed below 2^31 made of several numbers, such as the run's seed and a step."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)

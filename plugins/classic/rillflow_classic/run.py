@@ -35,12 +35,12 @@ from rillflow.errors import Interrupted
 from rillflow.records.metrics import Mean
 from rillflow.runs.reader import RankSpan, SpanRecord, read_evaluations
 from rillflow_classic.build import Parts, open_system
-from rillflow_classic.checkpointed import seed_of
 from rillflow_classic.environments.make import make_environment, make_video_environment
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.evaluation import greedy_actor, judged_episodes, num_slots, play, record_video
 from rillflow_classic.operators.context import PlanContext
 from rillflow_classic.running_plan import RunningPlan
+from rillflow_classic.seeds import seed_of
 from rillflow_classic.sizes import require_sizes
 from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.population import PopulationSystem, open_population

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.lanes import lane_seed
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.environments.vector import VectorEnvironment
 from rillflow_classic.fragment import Array
+from rillflow_classic.seeds import seed_of
 
 
 def config(**settings: Any) -> EnvironmentSettings:
@@ -100,7 +100,7 @@ def test_gymnasium_slots_are_plain_loops() -> None:
     kinds = set()
     for slot in range(3):
         plain = gymnasium.make("CartPole-v1", max_episode_steps=20)
-        observation, _ = plain.reset(seed=lane_seed(9, slot))
+        observation, _ = plain.reset(seed=seed_of(9, slot))
         assert np.array_equal(rows[0]["observations"][slot], observation)
         is_over = False
         for row in rows[1:]:
@@ -145,7 +145,7 @@ def test_envpool_slots_are_its_own_steps() -> None:
     import envpool
 
     rows = played(make_environment(config(provider="envpool"), 4), 7, 150)
-    pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=4, seed=lane_seed(7, 0))
+    pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=4, seed=seed_of(7, 0))
     assert np.array_equal(pool.reset()[0], rows[0]["observations"])
     for row in rows[1:]:
         observations, rewards, terminated, truncated, _ = pool.step(row["actions"])
@@ -159,7 +159,7 @@ def test_envpool_cuts_where_its_own_limit_would() -> None:
     settings = config(id="Pendulum-v1", provider="envpool", time_limit=7)
     rows = played(make_environment(settings, 3), 5, 40)
     pool = envpool.make(
-        "Pendulum-v1", env_type="gymnasium", num_envs=3, seed=lane_seed(5, 0), max_episode_steps=7
+        "Pendulum-v1", env_type="gymnasium", num_envs=3, seed=seed_of(5, 0), max_episode_steps=7
     )
     assert np.array_equal(pool.reset()[0], rows[0]["observations"])
     for row in rows[1:]:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.lanes import lane_seed
 from rillflow_classic.environments.vector import Stepped, VectorEnvironment, array_space
 from rillflow_classic.fragment import Array
+from rillflow_classic.seeds import seed_of
 
 _LONGEST = 2**30
 _FIELDS = ("obs", "reward", "done", "trunc")
@@ -95,7 +95,7 @@ class EnvPoolEnvironment(VectorEnvironment):
 
         given = self._arguments | ({"render_mode": "rgb_array"} if self._shows else {})
         # EnvPool gives slot i this seed plus i
-        self.pool = envpool.make(self._name, env_type="gymnasium", seed=lane_seed(seed, 0), **given)
+        self.pool = envpool.make(self._name, env_type="gymnasium", seed=seed_of(seed, 0), **given)
         keys = [key.split(":")[0] for key in self.pool._state_keys]
         self._order = [keys.index(name) for name in _FIELDS]
         self._action_dtype = self.pool._spec._action_spec[-1][0]

@@ -20,6 +20,7 @@ from rillflow.errors import ConfigError
 from rillflow.runs.error_lines import innermost_line
 from rillflow_classic.environments.vector import EnvironmentFailure, Stepped, VectorEnvironment, array_space
 from rillflow_classic.fragment import Array
+from rillflow_classic.seeds import seed_of
 
 _RETURNS = {"reset": "observation, info", "step": "observation, reward, terminated, truncated, info"}
 
@@ -171,11 +172,6 @@ def _place_of(method: Callable[..., Any]) -> str:
     return f"{type(inner).__name__}.{method.__name__} in {file}, line {line}"
 
 
-def lane_seed(seed: int, lane: int) -> int:
-    """Return the seed of one environment, from the seed of all and its index."""
-    return int(np.random.SeedSequence([seed % 2**63, lane]).generate_state(1)[0] >> 1)
-
-
 def record_type(lane: Lane, num_slots: int) -> np.dtype[np.void]:
     """Return the type of a record of the arrays of some slots: a step's results, and ``actions``."""
     spaces = {"observations": lane.observation_space, "actions": lane.action_space}
@@ -213,7 +209,7 @@ class InlineEnvironment(VectorEnvironment):
 
     def begin(self, seed: int) -> Array:
         """Reset the lanes here; see ``VectorEnvironment.begin``."""
-        self._each(Lane.reset, [lane_seed(seed, self._first + index) for index in range(len(self._lanes))])
+        self._each(Lane.reset, [seed_of(seed, self._first + index) for index in range(len(self._lanes))])
         return self._rows.observations
 
     def advance(self, actions: Array) -> Stepped:

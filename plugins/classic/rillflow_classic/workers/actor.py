@@ -28,9 +28,13 @@ from rillflow.errors import ConfigError
 from rillflow_classic.environments.vector import Stepped, VectorEnvironment
 from rillflow_classic.fragment import Array, FinishedEpisode, Fragment, joined
 from rillflow_classic.policy import Acted, ActorPolicy, Learner, Weights
+from rillflow_classic.seeds import seed_of
 from rillflow_classic.streams.layout import OUTPUT, ActingLayout, Arrays, empty, fragment_of, layout_of
 from rillflow_classic.streams.streams import Streams
 from rillflow_classic.workers.polling import PollingWorker
+
+FIRST_POLICY = 2**32 - 1
+"""Seeds of environments count up from 0, those of policies count down from here."""
 
 
 class Actor(PollingWorker):
@@ -100,9 +104,9 @@ class Actor(PollingWorker):
         The same seed and weights give the same fragments; unfinished fragments are dropped.
         """
         for lane in self._ring:
-            lane.reset(_seed(seed, self.index, lane.number))
+            lane.reset(seed_of(seed, self.index, lane.number))
         for place, policy in enumerate(self.policies.values()):
-            policy.seed(_seed(seed, self.index, -1 - place))
+            policy.seed(seed_of(seed, self.index, FIRST_POLICY - place))
         self._is_reset = True
 
     def environment_states(self) -> list[dict[str, Array]]:
@@ -360,8 +364,3 @@ def restarted(state: Array, initial: Array | None, resets: Array) -> Array:
         return state
     restarted: Array = np.where(resets.reshape(-1, *(1,) * (state.ndim - 1)), initial, state)
     return restarted
-
-
-def _seed(*parts: int) -> int:
-    """Return a seed below 2^31 made of several numbers."""
-    return int(np.random.SeedSequence([part & 0xFFFFFFFF for part in parts]).generate_state(1)[0] >> 1)

@@ -30,11 +30,12 @@ from rillflow.records.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from rillflow.runs.reader import Evaluation
 from rillflow.workers.backend import Pool, RankLost
 from rillflow_classic.build import BACKENDS, Parts, keep_state
-from rillflow_classic.checkpointed import CheckpointedObjects, State, seed_of
+from rillflow_classic.checkpointed import CheckpointedObjects, State
 from rillflow_classic.config import PopulationConfig
 from rillflow_classic.operators.context import PlanContext
 from rillflow_classic.policy import Learner
 from rillflow_classic.running_plan import RunningPlan
+from rillflow_classic.seeds import seed_of
 from rillflow_classic.worker_set import WorkerCall, WorkerSet
 
 _log = logging.getLogger(__name__)
