@@ -24,7 +24,8 @@ from typing import Any
 
 import rillflow
 
-SMALLEST = ["--steps 3"]
+SMALLEST = []
+SLOW = ["--steps 3"]
 
 PACKAGE = Path(rillflow.__file__).parent
 ROOT = PACKAGE.parent

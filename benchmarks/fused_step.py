@@ -36,7 +36,8 @@ from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
 from rillflow.runs.reader import read_metrics, read_spans
 
-SMALLEST = ["--arms plain gathered --steps 1 --token-ms 0 --row-ms 0 --backend inline"]
+SMALLEST = []
+SLOW = ["--arms plain gathered --steps 1 --token-ms 0 --row-ms 0 --backend inline"]
 
 SCORERS = ("first_scorer", "second_scorer", "third_scorer")
 ROW_S = "FUSED_STEP_ROW_S"

@@ -1,12 +1,12 @@
 """Run the smallest round of every benchmark: the real code with tiny sizes, and no results page.
 
     benchmarks/NAME.py   SMALLEST = ["ladder --stages tiny"]   arguments of runs that take seconds
-                         SLOW = ["pools --rounds 1"]          of longer runs; a comment gives the reason
+                         SLOW = ["pools --rounds 1"]          of runs of more than about 3 s of processor time
                          NEEDS = ["ray"]                      modules that a plain installation lacks
 
     name ─ read_round, no import ─> Round ─ run_command ─> one forked process per command line ─> output
 
-    python benchmarks/smallest.py                       # the smallest round of every benchmark
+    python benchmarks/smallest.py                       # SMALLEST of every benchmark, or SLOW if it has none
     python benchmarks/smallest.py ahead classic/ring    # of two of them
     python benchmarks/smallest.py --slow head           # the longer command lines
 
@@ -38,6 +38,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 PRELOADED = ["torch", "transformers", "rillflow.app.launch", "rillflow.rollout.native.engine"]
+PRELOADED += ["rillflow_classic.run", "envpool"]  # ignored where they are not installed
 LIMIT_S = 600.0
 """Time limit of one command line in seconds: many times its duration on an idle machine."""
 LOG = "output.txt"
@@ -163,7 +164,7 @@ def main() -> int:
             print(f"{name:20} left out: {', '.join(small.missing)} not installed", flush=True)
             continue
         began, processor_s, told = time.monotonic(), 0.0, "ok"
-        for command in small.slow if asked.slow else small.commands:
+        for command in small.slow if asked.slow else small.commands or small.slow:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     processor_s += run_command(small.path, command, Path(folder)).processor_s

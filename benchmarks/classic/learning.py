@@ -11,9 +11,9 @@ returns after adaptation instead. Peers have environments of their own:
     python -m venv .rliable && .rliable/bin/pip install rliable==1.2.0 'pandas<3'
 
 Stable-Baselines3 plays as many frames and is evaluated as often. Its PPO and DQN have the settings of RL Zoo,
-its SAC those of the recipe. The table shows interquartile means with 95% intervals of the stratified bootstrap
-by rliable (Agarwal et al., arXiv 2108.13264), where each environment is a stratum of its own; without
-``--rliable`` it shows the seeds alone.
+its SAC those of the recipe. The table shows interquartile means with 95% intervals of the stratified
+bootstrap by rliable (Agarwal et al., arXiv 2108.13264), where each environment is a stratum of its own;
+without ``--rliable`` it shows the seeds alone.
 
 Each finished run adds a line to the records. The same command continues after the last one; a line counts
 while its command is that of the row.
@@ -49,7 +49,8 @@ from rillflow.records.metrics import merge_metrics
 from rillflow.runs.reader import MetricsRecord, read_evaluations, read_metrics
 from rillflow.runs.summary import summarise
 
-SMALLEST = ["--only maml_point --seeds 0 --steps 2"]
+SMALLEST = []
+SLOW = ["--only maml_point --seeds 0 --steps 2"]
 NEEDS = ["gymnasium", "rillflow_classic"]
 ROOT = Path(__file__).parents[2]
 PEERS = Path(__file__).parent / "peers"

@@ -65,7 +65,7 @@ from reactor_workloads import ATARI, GYM
 
 from rillflow.formulas.interval import student_t
 
-SMALLEST = ["--without-ray --rounds 2 --share 0.02 --pause 0.001 --cases broadcast,gym,q,traffic"]
+SMALLEST = ["--without-ray --rounds 1 --share 0.02 --pause 0.001 --cases broadcast,q"]
 SLOW = ["--rounds 1 --share 0.02 --pause 0.001 --sizes 1"]  # starts Ray
 NEEDS = ["ray", "ale_py", "rillflow_classic"]
 CASES = ("broadcast", "size", "gym", "atari", "q", "traffic")

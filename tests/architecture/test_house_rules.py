@@ -1,4 +1,4 @@
-"""Rules for every file: do not run data as code, no utils module, no print, no name of an algorithm."""
+"""Rules for every file: no data run as code, no utils module, no print, no algorithm's name, no long file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 
 from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.app.recipe import Recipe
+from rillflow.config.schema import walk
+
+FILE_LINES = 500
+FUNCTION_LINES = 60
 
 BANNED_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load", "yaml.unsafe_load"}
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -87,7 +92,21 @@ def is_a_drawer(source: Any) -> Iterator[str]:
     )
 
 
+def is_too_long(source: Any) -> Iterator[str]:
+    lines = len(source.text.splitlines())
+    if lines > FILE_LINES:
+        yield f"{source.path} has {lines} lines"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            length = node.end_lineno - node.lineno + 1
+            if length > FUNCTION_LINES:
+                yield f"{source.path}:{node.lineno} {node.name} has {length} lines"
+
+
 def is_unfinished(source: Any) -> Iterator[str]:
+    if not UNFINISHED.search(source.text):  # the tokens of all files take seconds
+        return
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         if token.type == tokenize.COMMENT and UNFINISHED.search(token.string):
             yield f"{source.path}:{token.start[0]} {token.string}"
@@ -125,9 +144,15 @@ def test_the_package_and_the_plugins_keep_the_rule(
     assert [line for source in (*package, *plugins) for line in scan(source)] == []
 
 
-@pytest.mark.parametrize("scan", [is_a_drawer, is_unfinished])
+@pytest.mark.parametrize("scan", [is_a_drawer, is_too_long, is_unfinished])
 def test_everything_keeps_the_rule(everything: list[Any], scan: Scan) -> None:
     assert [line for source in everything for line in scan(source)] == []
+
+
+def test_settings_are_described() -> None:
+    values = [key for key in walk(Recipe) if not key.is_section]
+    silent = [key.dotted for key in values if not key.field.description and key.path[-1] != "name"]
+    assert silent == []
 
 
 def test_data_is_not_code_in_what_is_shipped_beside_the_package(everything: list[Any]) -> None:
@@ -153,6 +178,8 @@ def test_data_is_not_code_in_what_is_shipped_beside_the_package(everything: list
         (prints, "plugins/planner/rillflow_planner/search.py", "print(1)"),
         (is_a_drawer, "rillflow/training/utils.py", ""),
         (is_a_drawer, "rillflow/common/loss.py", ""),
+        (is_too_long, "a.py", "def f():\n" + "    x = 1\n" * 60),
+        (is_too_long, "a.py", "x = 1\n" * 501),
         (is_unfinished, "a.py", "x = 1  # TODO later"),
         (names_an_algorithm, "rillflow/controller/a.py", "if config.name == 'grpo': pass"),
         (names_an_algorithm, "rillflow/controller/a.py", "from rillflow.algorithms import sft"),
@@ -170,6 +197,7 @@ def test_the_scans_can_fail(source: Any, scan: Scan, path: str, text: str) -> No
         (runs_data_as_code, "a.py", "model.eval()\nre.compile('x')\nload(file, weights_only=True)"),
         (prints, "rillflow/cli/a.py", "print(1)"),
         (is_a_drawer, "rillflow/training/loss.py", ""),
+        (is_too_long, "a.py", "class A:\n    async def f(self):\n" + "        x = 1\n" * 59),
         (is_unfinished, "a.py", "x = 'TODO'"),
         (
             names_an_algorithm,

@@ -26,7 +26,7 @@ OTHERWISE = {"sft", "preference", "pairwise", "dpo", "kto", "online_dpo", IMITAT
 SAMPLED = sorted(ALGORITHMS.keys() - OTHERWISE)
 WHERE = ("inline", "together", "apart")
 """One process; Ray with every role on one pool of two ranks; Ray with a pool of one rank for each role."""
-EVERY_DAY = {("dapo", "inline"), ("ppo", "inline")}
+EVERY_DAY = {("ppo", "inline")}
 STEPS, LONGER = 14, 24
 BOUND, BOUND_STEPS = "safe_rlhf", 44
 """The cost limit slows its rise."""

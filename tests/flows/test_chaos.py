@@ -12,8 +12,9 @@ from tests.chaos import INLINE, KINDS, Case
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
+@pytest.mark.slow
 def test_crash_equivalence_of_a_run_whose_driver_is_killed(tmp_path: Path) -> None:
-    """In one process; test_dead_sampler.py kills a rank on Ray every day."""
+    """In one process; test_resume.py kills a driver every day, test_dead_sampler.py a rank."""
     case = Case(tmp_path, "ahead", 8, [INLINE])
     case.play(faults=1)
     assert "SIGKILL to driver" in case.told[0] and case.told[-1] == "the bits of an undisturbed run"

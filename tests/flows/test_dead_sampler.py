@@ -1,4 +1,4 @@
-"""A sampler that dies on Ray loses no step of the trainer."""
+"""A sampler that dies loses no step of the trainer; on processes every day, on Ray in the slow tests."""
 
 from __future__ import annotations
 
@@ -92,12 +92,13 @@ def test_the_last_whole_step_is_saved_and_the_run_goes_on(
         tiny.assert_same_weights("whole", "cut")
 
 
+@pytest.mark.parametrize("backend", ["process", pytest.param("ray", marks=pytest.mark.slow)])
 def test_the_ranks_start_again_from_the_last_whole_step(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Tiny, backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.write(REST)
     monkeypatch.setenv("CALLS", str(tiny.folder / "calls"))
-    code = main(command(tiny, "again"), algorithms=[ALGORITHM])
+    code = main(command(tiny, "again", f"placement.backend={backend}"), algorithms=[ALGORITHM])
     said = "".join(capsys.readouterr())
     assert code == 0, said
     assert "rank 0 of pool 'answers' has died" in said

@@ -328,10 +328,16 @@ def test_a_reward_that_hangs_holds_up_its_own_group(tmp_path: Path) -> None:
     assert {tuple(line["group"]) for line in lines} - set(once(tmp_path / "run"))
 
 
-@RAY
-@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow)])
+ON_RAY = [pytest.param("ray", most, marks=[RAY, pytest.mark.slow]) for most in (1, 3)]
+
+
+@pytest.mark.parametrize(("backend", "most"), [("process", 1), *ON_RAY])
 def test_a_replica_that_dies_is_replaced_while_training_goes_on(
-    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    backend: str,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """No row is lost or doubled, and a replay without deaths has the same bits."""
     deaths = tmp_path / "deaths"
@@ -339,7 +345,7 @@ def test_a_replica_that_dies_is_replaced_while_training_goes_on(
     monkeypatch.setenv("DEATHS", str(deaths))
     monkeypatch.setenv("MOST_DEATHS", str(most))
     engine = f'rollout.engine="{__name__}:Dying"'
-    pools = ('placement.backend="ray"', *TWO[1:])
+    pools = (f'placement.backend="{backend}"', *TWO[1:])
     ran(tmp_path, 2, *pools, READY, engine, *LONG, "algorithm.steps=24", "evaluate=none", is_quiet=False)
     said = " ".join(capsys.readouterr().out.split())
     assert len(list(deaths.iterdir())) == most

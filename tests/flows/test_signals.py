@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT at any time end a run on Ray with a checkpoint, a report and exit code 130."""
+"""SIGTERM and SIGINT at any time end a run of several processes with a checkpoint, a report and code 130."""
 
 from __future__ import annotations
 
@@ -80,8 +80,9 @@ def assert_ended_and_resumes(tiny: Tiny, process: subprocess.Popen[str], *settin
     tiny.assert_same("whole", "cut")
 
 
-def test_a_sigterm_to_the_process_group_ends_a_run_on_ray_that_samples_ahead(tiny: Tiny) -> None:
-    process = begun(tiny, "cut", "algorithm.freshness=1")
+@pytest.mark.parametrize("backend", ["process", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_sigterm_to_the_process_group_ends_a_run_that_samples_ahead(tiny: Tiny, backend: str) -> None:
+    process = begun(tiny, "cut", "algorithm.freshness=1", f"placement.backend={backend}")
     wait_for_steps(tiny.folder / "cut", 3, process)
     os.killpg(process.pid, signal.SIGTERM)
     assert_ended_and_resumes(tiny, process, "algorithm.freshness=1", "placement.backend=inline")

@@ -20,6 +20,7 @@ from tests.flows.test_timeline import STEPS, ahead, in_step, on_ray, worked
 __all__ = ["ahead", "in_step", "on_ray"]
 
 
+@pytest.mark.slow
 def test_predicted_steps_on_ray_take_at_least_the_seconds_of_the_pool_that_trains(on_ray: Path) -> None:
     found = simulate_steps(load(on_ray), 1, STEPS)
     assert isinstance(found, SimulatedSteps)
