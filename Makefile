@@ -54,8 +54,9 @@ quickstart: $(LEAN)
 workflow: $(LEAN)
 	$(BIN)/python recipes/workflow/workflow.py
 
-# Threads of PyTorch that are more than cores wait for each other: each worker has one.
-WORKERS ?= 3
+# More threads of PyTorch than cores wait for each other, so each worker has one. Workers often wait for
+# processes, so there are more of them than cores.
+WORKERS ?= 4
 test: export OMP_NUM_THREADS := 1
 test: $(FULL)
 	$(PYTEST) -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import logging
 import secrets
+import socket
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
-from rillflow.serving.server import HOW
+from rillflow.serving.server import BACKLOG, HOW
 from rillflow_service.access import token_for, write_private
 from rillflow_service.app import MAX_WEIGHT_BYTES, StreamsApp
 from rillflow_service.plane import Plane
@@ -35,6 +37,16 @@ def listening(folder: Path, host: str, token_file: Path | None) -> str:
         token = token_for("", kept)
     write_private(kept, token)
     return token
+
+
+def socket_in(folder: Path) -> socket.socket:
+    """Return a listening socket; the folder shows it as ``socket`` once clients can connect."""
+    made, hidden = socket.socket(socket.AF_UNIX), folder / "bound"
+    hidden.unlink(missing_ok=True)
+    made.bind(str(hidden))
+    made.listen(BACKLOG)
+    hidden.rename(folder / "socket")
+    return made
 
 
 def main() -> None:
@@ -58,10 +70,12 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     first = secrets.randbelow(2**40) + 1
     plane = Plane(Store(Memory(), capacity_bytes=asked.capacity_bytes), first_lease=first)
-    where = {"host": asked.host, "port": asked.port} if asked.host else {"uds": str(asked.folder / "socket")}
     size = asked.weights_bytes
-    app = StreamsApp(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
-    uvicorn.run(app, **HOW, **where)
+    app: Any = StreamsApp(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
+    if asked.host:
+        uvicorn.run(app, **HOW, host=asked.host, port=asked.port)
+    else:
+        uvicorn.Server(uvicorn.Config(app, **HOW)).run(sockets=[socket_in(asked.folder)])
 
 
 if __name__ == "__main__":
