@@ -43,12 +43,18 @@ def die_once(tokens: Tensor, *, calls: str) -> float:
     return 0.0
 
 
+def less(rewards: Tensor, *, deaths: float) -> Tensor:
+    """Return the rewards, so that an update waits for the number of deaths, which is 0."""
+    return rewards - deaths
+
+
 def step(flow: Flow, prompts: Batch, config: GRPOConfig) -> Handle:
     """Run GRPO with a sampler that dies between update and publish; with ALWAYS set, before every update."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
-    if "ALWAYS" in os.environ:
-        flow.number(die_once, rollouts, calls=os.environ["CALLS"])
     rewards = flow.reward.score(rollouts)
+    if "ALWAYS" in os.environ:
+        deaths = flow.number(die_once, rollouts, calls=os.environ["CALLS"])
+        rewards = flow.compute(less, rewards, into="rewards", deaths=deaths)
     batches = with_logprobs(flow, rollouts, config)
     advantages = group_relative_advantages(flow, rewards, batches, config)
     report = flow.policy.update(*batches, advantages, loss=config.loss, passes=config)
