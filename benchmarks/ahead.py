@@ -74,12 +74,8 @@ from rillflow_planner.recipe_problem import state_problem
 from rillflow_planner.simulated_run import endless, simulate_as_run
 from rillflow_planner.workload import Lengths
 
-SMALLEST = []
-SLOW = [
-    "ladder --stages tiny --rungs 'in sequence'",
-    "pools --rounds 1",
-    "ladder --stages computing-tiny --counted 1",
-]  # start Ray
+SMALLEST = ["ladder --stages tiny --rungs 'in sequence'"]
+SLOW = ["pools --rounds 1", "ladder --stages computing-tiny --counted 1"]  # start Ray
 NEEDS = ["rillflow_planner"]
 
 SHAPES = {"verl": (357.0, 108.0, 270.0), "balanced": (245.0, 245.0, 245.0)}

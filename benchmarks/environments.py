@@ -51,8 +51,7 @@ from rillflow.serving.environments.source import parse_environment
 from rillflow.tasks.encoded import Encoder
 from rillflow.training.trainer import Trainer
 
-SMALLEST = []
-SLOW = ["game --steps 1 --forms class", "mixed --rows 12 --slots 4 --rounds 1 --slow-ms 5 10 --hidden 32"]
+SMALLEST = ["game --steps 1 --forms class", "mixed --rows 12 --slots 4 --rounds 1 --slow-ms 5 10 --hidden 32"]
 
 ROOT = Path(__file__).parents[1]
 FORMS = ("class", "agent", "agent-shared")
