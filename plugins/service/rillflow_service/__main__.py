@@ -12,7 +12,6 @@ import logging
 import secrets
 import socket
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -39,14 +38,14 @@ def listening(folder: Path, host: str, token_file: Path | None) -> str:
     return token
 
 
-def socket_in(folder: Path) -> socket.socket:
-    """Return a listening socket; the folder shows it as ``socket`` once clients can connect."""
+def listening_in(folder: Path) -> int:
+    """Return the descriptor of a listening socket; the folder shows ``socket`` once clients can connect."""
     made, hidden = socket.socket(socket.AF_UNIX), folder / "bound"
     hidden.unlink(missing_ok=True)
     made.bind(str(hidden))
     made.listen(BACKLOG)
     hidden.rename(folder / "socket")
-    return made
+    return made.detach()
 
 
 def main() -> None:
@@ -70,12 +69,13 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     first = secrets.randbelow(2**40) + 1
     plane = Plane(Store(Memory(), capacity_bytes=asked.capacity_bytes), first_lease=first)
+    where = {"host": asked.host, "port": asked.port} if asked.host else {"fd": listening_in(asked.folder)}
     size = asked.weights_bytes
-    app: Any = StreamsApp(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
-    if asked.host:
-        uvicorn.run(app, **HOW, host=asked.host, port=asked.port)
-    else:
-        uvicorn.Server(uvicorn.Config(app, **HOW)).run(sockets=[socket_in(asked.folder)])
+    app = StreamsApp(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
+    try:
+        uvicorn.run(app, **HOW, **where)
+    finally:
+        (asked.folder / "socket").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

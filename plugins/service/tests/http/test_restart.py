@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,17 @@ STAGES = [
     {"name": "train", "reads": ["tokens", "logprobs"]},
 ]
 PROMPTS = (np.arange(3), np.array([1, 2]))
+
+
+def test_an_interrupted_service_leaves_no_socket_behind(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A client that waits for the socket of the next service would be refused."""
+    with serving(tmp_path, *SMALL) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60.0) == 0
+    assert not {"socket", "bound"} & {path.name for path in tmp_path.iterdir()}
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_killed_service_comes_back_with_token_streams_and_weights(
