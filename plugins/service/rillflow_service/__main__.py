@@ -11,11 +11,13 @@ import argparse
 import logging
 import secrets
 import socket
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
-from rillflow.serving.server import BACKLOG, HOW
+from rillflow.serving.server import HOW
 from rillflow_service.access import token_for, write_private
 from rillflow_service.app import MAX_WEIGHT_BYTES, StreamsApp
 from rillflow_service.plane import Plane
@@ -38,14 +40,25 @@ def listening(folder: Path, host: str, token_file: Path | None) -> str:
     return token
 
 
-def listening_in(folder: Path) -> int:
-    """Return the descriptor of a listening socket; the folder shows ``socket`` once clients can connect."""
-    made, hidden = socket.socket(socket.AF_UNIX), folder / "bound"
-    hidden.unlink(missing_ok=True)
-    made.bind(str(hidden))
-    made.listen(BACKLOG)
-    hidden.rename(folder / "socket")
-    return made.detach()
+class FolderServer(uvicorn.Server):  # type: ignore[misc]
+    """A server that keeps ``socket`` in its folder while it answers, and ends by a signal."""
+
+    def __init__(self, app: Any, folder: Path) -> None:
+        self._hidden, self._shown = folder / "bound", folder / "socket"
+        self._hidden.unlink(missing_ok=True)
+        made = socket.socket(socket.AF_UNIX)
+        made.bind(str(self._hidden))
+        super().__init__(uvicorn.Config(app, **HOW, fd=made.detach()))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Show the socket once the server listens; uvicorn handles signals by then."""
+        await super().startup(sockets)
+        self._hidden.rename(self._shown)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the open requests, and remove the socket."""
+        self._shown.unlink(missing_ok=True)
+        await super().shutdown(sockets)
 
 
 def main() -> None:
@@ -69,13 +82,14 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     first = secrets.randbelow(2**40) + 1
     plane = Plane(Store(Memory(), capacity_bytes=asked.capacity_bytes), first_lease=first)
-    where = {"host": asked.host, "port": asked.port} if asked.host else {"fd": listening_in(asked.folder)}
     size = asked.weights_bytes
     app = StreamsApp(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
-    try:
-        uvicorn.run(app, **HOW, **where)
-    finally:
-        (asked.folder / "socket").unlink(missing_ok=True)
+    if asked.host:
+        server = uvicorn.Server(uvicorn.Config(app, **HOW, host=asked.host, port=asked.port))
+    else:
+        server = FolderServer(app, asked.folder)
+    with suppress(KeyboardInterrupt):
+        server.run()
 
 
 if __name__ == "__main__":

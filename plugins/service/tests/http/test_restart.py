@@ -29,13 +29,14 @@ STAGES = [
 PROMPTS = (np.arange(3), np.array([1, 2]))
 
 
-def test_an_interrupted_service_leaves_no_socket_behind(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_service_and_removes_its_socket(
+    sent: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A client that waits for the socket of the next service would be refused."""
+    """A client that waits for the socket of the next service would be refused by a socket that stays."""
     with serving(tmp_path, *SMALL) as process:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60.0) == 0
+        process.send_signal(sent)
+        assert process.wait(60.0) == (0 if sent == signal.SIGINT else -sent)
     assert not {"socket", "bound"} & {path.name for path in tmp_path.iterdir()}
     assert "Traceback" not in capfd.readouterr().err
 
