@@ -96,6 +96,7 @@ class Build:
             pools,
             str(choose_device(device)) if placement.is_inline else device,
             facts.given.backend,
+            [role.module for role in roles_of(recipe).values() if role.module is not None],
         )
         stack.callback(backend.close)
         self.devices = backend.devices

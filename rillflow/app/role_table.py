@@ -73,12 +73,17 @@ class RoleSpec:
         """Whether the role's ranks share a model."""
         return self.start in (Start.SECTION, Start.NAMED, Start.PHASE)
 
+    @property
+    def module(self) -> str | None:
+        """Module of a shipped role's class; None for a class that an algorithm brings."""
+        return None if isinstance(self.role, type) else f"rillflow.roles.{self.role.partition(':')[0]}"
+
     def load(self) -> Any:
         """Return the role's class; this loads torch."""
         if isinstance(self.role, type):
             return self.role
-        module, _, name = self.role.partition(":")
-        return vars(import_module(f"rillflow.roles.{module}"))[name]
+        assert self.module is not None, "the role is shipped"
+        return vars(import_module(self.module))[self.role.partition(":")[2]]
 
     @property
     def make(self) -> Callable[..., Any]:

@@ -13,9 +13,7 @@ from __future__ import annotations
 import os
 import queue
 import select
-import signal
 import socket
-import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +28,7 @@ from rillflow.workers.liveness import HeartbeatTarget
 from rillflow.workers.parcels import Frame, Parcel, receive, send
 from rillflow.workers.process_rank import FrameKind
 from rillflow.workers.segments import MemorySegment, SegmentPool
+from rillflow.workers.watchdog import how_ended
 
 T = TypeVar("T")
 
@@ -68,6 +67,18 @@ class Switchboard(Protocol):
         """Count traffic."""
 
 
+class RankProcess(Protocol):
+    """What the driver needs of a rank's process: a child of the driver, or of its fork server."""
+
+    pid: int
+
+    def kill(self) -> None:
+        """Kill the process, unless it has ended."""
+
+    def wait(self) -> int:
+        """Wait for the end of the process; return its exit code, or its signal's number below zero."""
+
+
 class LocalRank:
     """The driver's side of one process of a rank.
 
@@ -80,7 +91,7 @@ class LocalRank:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: RankProcess,
         connection: socket.socket,
         loop: EventLoop,
         backend: Switchboard,
@@ -193,8 +204,7 @@ class LocalRank:
         while self._receive():
             pass
         self.connection.close()
-        code = self.process.wait()
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        how = how_ended(self.process.wait())
         self.lose(
             RankLost(
                 "has died",

@@ -36,8 +36,9 @@ from rillflow.workers.backend import (
     Replacement,
     devices_of,
 )
+from rillflow.workers.fork_server import ForkServer
 from rillflow.workers.liveness import Heartbeats
-from rillflow.workers.local_ranks import EventLoop, LocalRank, ProcessReference, SentCall
+from rillflow.workers.local_ranks import EventLoop, LocalRank, ProcessReference, RankProcess, SentCall
 from rillflow.workers.messages import cannot_travel, heaviest
 from rillflow.workers.nodes import Seating
 from rillflow.workers.parcels import Frame, Parcel
@@ -56,6 +57,7 @@ _BOOT = (
     "import sys; from rillflow.workers.watchdog import end_with; end_with(int(sys.argv[1])); "
     "from rillflow.workers.process_rank import main; main(int(sys.argv[2]))"
 )
+"""Start of a rank without the fork server."""
 
 
 class ProcessBackend(Backend):
@@ -66,6 +68,7 @@ class ProcessBackend(Backend):
         start_s: longest start of the processes; each rank adds some seconds.
         load_s: see Backend.
         heartbeat_s: silence of a rank after which it is lost; 0: no heartbeats.
+        modules: modules that ranks need, which are imported once for all (``workers.fork_server``).
 
     Example:
         backend = ProcessBackend()
@@ -79,9 +82,10 @@ class ProcessBackend(Backend):
         start_s: float = 60.0,
         load_s: float = 0.0,
         heartbeat_s: float = 5.0,
+        modules: Sequence[str] = (),
     ) -> None:
         super().__init__(deadline_s, load_s=load_s)
-        self._start_s, self._heartbeat_s = start_s, heartbeat_s
+        self._start_s, self._heartbeat_s, self._modules = start_s, heartbeat_s, modules
         self._ranks: dict[Place, LocalRank] = {}
         self._replacing: dict[Place, tuple[LocalRank, threading.Thread]] = {}
         self._references: WeakValueDictionary[int, ProcessReference] = WeakValueDictionary()
@@ -92,6 +96,7 @@ class ProcessBackend(Backend):
         self._era = 0
         self._counting = threading.Lock()
         self._loop: EventLoop | None = None
+        self._server: ForkServer | None = None
         self._heartbeats: Heartbeats | None = None
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
@@ -102,6 +107,8 @@ class ProcessBackend(Backend):
         self._loop = EventLoop()
         if self._heartbeat_s:
             self._heartbeats = Heartbeats(HERE, self._heartbeat_s)
+        if len(self._accelerators) < len(found):
+            self._server = self._loop.run(partial(ForkServer, self._modules, self._wait_s))
         for place in found:
             self._ranks[place] = self._spawned(place)
         self._join(self._ranks)
@@ -123,16 +130,24 @@ class ProcessBackend(Backend):
             )
         self._accelerators = dict(zip(found, there, strict=False))
 
+    @property
+    def _wait_s(self) -> float:
+        """Longest start of all processes."""
+        return self._start_s + _START_EACH_S * len(self._worlds)
+
     def _spawned(self, place: Place) -> LocalRank:
-        """Start the process of a rank."""
+        """Start the process of a rank; CUDA may not work in a fork, because imports can initialise it."""
         assert self._loop is not None, "the backend is open"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        told = {}
-        if place in self._accelerators:
-            told["CUDA_VISIBLE_DEVICES"] = self._accelerators[place]
+        process: RankProcess
         with theirs:
             end = theirs.fileno()
-            process = self._loop.run(partial(start_child, _BOOT, end, descriptors=[end], told=told))
+            if place in self._accelerators:
+                told = {"CUDA_VISIBLE_DEVICES": self._accelerators[place]}
+                process = self._loop.run(partial(start_child, _BOOT, end, descriptors=[end], told=told))
+            else:
+                assert self._server is not None, "there is a rank without an accelerator"
+                process = self._server.start(end)
         return LocalRank(process, ours, self._loop, self)
 
     def _join(self, fresh: Mapping[Place, LocalRank]) -> None:
@@ -171,8 +186,7 @@ class ProcessBackend(Backend):
         return self._sent(rank, FrameKind.SETUP, Parcel.of((work, arguments), self.pool), 1)[0]
 
     def _asked(self, doing: str, calls: Mapping[Place, ProcessReference]) -> dict[Place, Any]:
-        wait_s = self._start_s + _START_EACH_S * len(self._worlds)
-        return await_replies(doing, calls, self, wait_s, fix="raise placement.start_s")
+        return await_replies(doing, calls, self, self._wait_s, fix="raise placement.start_s")
 
     def pack(self, value: Any, what: str) -> Any:
         """See Backend; large arrays are copied once, into memory that all ranks map."""
@@ -316,6 +330,9 @@ class ProcessBackend(Backend):
         if self._heartbeats is not None:
             self._heartbeats.close()
             self._heartbeats = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         self._loop.close()
         self._loop = None
         for held in (self.pools, self.devices, self._ranks):

@@ -34,7 +34,11 @@ _EVERY = {
 
 
 def start_backend(
-    config: PlacementConfig, pools: Sequence[Pool], device: str, own: Callable[[float], Backend] | None = None
+    config: PlacementConfig,
+    pools: Sequence[Pool],
+    device: str,
+    own: Callable[[float], Backend] | None = None,
+    modules: Sequence[str] = (),
 ) -> Backend:
     """Return an open backend; the caller closes it.
 
@@ -43,6 +47,7 @@ def start_backend(
         pools: the pools.
         device: see ``Backend.open``.
         own: makes another backend from the longest wait in seconds; None for that of the settings.
+        modules: see ``ProcessBackend``.
 
     Raises:
         ClusterError: Ray is not installed, a cluster cannot be joined, or a pool does not fit.
@@ -56,7 +61,7 @@ def start_backend(
         from rillflow.workers.processes import ProcessBackend
 
         times = {"start_s": config.start_s, "load_s": config.load_s, "heartbeat_s": config.heartbeat_s}
-        backend = ProcessBackend(config.deadline_s, **times)
+        backend = ProcessBackend(config.deadline_s, **times, modules=modules)
     elif find_spec("ray") is None:
         ranks = sum(config.pools.values())
         raise ClusterError(

@@ -91,6 +91,11 @@ def start_child(
     )
 
 
+def how_ended(code: int) -> str:
+    """Return how a process ended, in words: with its exit code, or by a signal."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
 def end_with(driver: int) -> None:
     """Let the kernel kill this process, a child of the driver, when the thread that started it ends.
 

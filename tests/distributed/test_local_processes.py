@@ -310,9 +310,10 @@ def test_nothing_is_left_when_the_driver_is_killed(heartbeat_s: float) -> None:
     program = DRIVER.format(tests=str(Path(__file__).parent), heartbeat_s=heartbeat_s)
     driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
-    family = [psutil.Process(int(each)) for each in driver.stdout.readline().split()]
-    assert len(family) == 2
-    family[0].suspend()
+    ranks = [int(each) for each in driver.stdout.readline().split()]
+    family = psutil.Process(driver.pid).children(recursive=True)
+    assert len(ranks) == 2 and len(family) == 3, "the ranks, and the process that forks them"
+    psutil.Process(ranks[0]).suspend()
     driver.kill()
     driver.communicate()
     _, alive = psutil.wait_procs(family, timeout=30)
@@ -329,6 +330,72 @@ def test_closing_ends_every_process_also_in_a_call(tmp_path: Path) -> None:
     assert complete == 1 and not any(each.is_running() for each in ranks)
     with pytest.raises(RankLost, match="was closed"):
         backend.read_all([running], BOUND_S)
+
+
+def parent(site: Site) -> int:
+    return os.getppid()
+
+
+def number(site: Site) -> float:
+    """Draw from the global generator, whose state forks inherit."""
+    return float(np.random.random())
+
+
+def has_imported(site: Site, module: str) -> bool:
+    return module in sys.modules
+
+
+def test_ranks_are_forks_of_a_process_with_their_imports() -> None:
+    """A rank that replaces another one is a fork, too; no two ranks draw the same numbers."""
+    backend = ProcessBackend(BOUND_S, modules=["this"])
+    backend.open([Pool(name="ranks", size=2, world=1)])
+    try:
+        assert read(backend, FIRST, has_imported, "this")
+        server = read(backend, FIRST, parent)
+        assert read(backend, SECOND, parent) == server != os.getpid()
+        drawn = {read(backend, place, number) for place in (FIRST, SECOND)}
+        backend.replace([FIRST]).read(BOUND_S)
+        assert read(backend, FIRST, parent) == server
+        assert len(drawn | {read(backend, FIRST, number)}) == 3
+    finally:
+        backend.close()
+    assert not psutil.pid_exists(server)
+
+
+def test_ranks_end_with_the_process_that_forks_them(tmp_path: Path) -> None:
+    backend = ProcessBackend(BOUND_S)
+    backend.open([Pool(name="ranks", size=2, world=1)])
+    try:
+        (running,) = backend.submit(SECOND, wait_for, tmp_path / "never")
+        os.kill(read(backend, FIRST, parent), signal.SIGKILL)
+        with pytest.raises(RankLost, match="ended by SIGKILL"):
+            backend.read_all([running], BOUND_S)
+        with pytest.raises(ClusterError, match="the process that starts ranks has ended"):
+            backend.replace([FIRST])
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "start_s", "said"),
+    [
+        ("no_such_module", 60.0, "it ended with exit code 1"),
+        ("slow_module", 2.0 - 30.0, "raise placement.start_s if imports need more than 2 s"),
+    ],
+)
+def test_an_import_that_fails_or_hangs_is_an_error(
+    module: str, start_s: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start of two ranks may take 30 s more than ``start_s``."""
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = psutil.Process().children()
+    backend = ProcessBackend(BOUND_S, start_s=start_s, modules=[module])
+    with pytest.raises(ClusterError, match="the process that starts ranks has ended") as raised:
+        backend.open([Pool(name="ranks", size=2, world=1)])
+    backend.close()
+    assert said in str(raised.value)
+    assert psutil.Process().children() == before
 
 
 def test_a_pool_that_needs_more_accelerators_than_there_are() -> None:

@@ -335,7 +335,7 @@ def keep_state(
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "inline": InlineBackend,
-    "process": ProcessBackend,
+    "process": partial(ProcessBackend, modules=[__name__]),
     "ray": ray_backend,
 }
 """Makes the backend of every ``workers.place``."""

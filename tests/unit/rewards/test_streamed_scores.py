@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +64,11 @@ def finished(workers: WeightedWorkers, count: int) -> dict[Key, list[Score]]:
 
 def supervisors(processes: set[psutil.Process]) -> int:
     """Return the number of children: each has one supervisor, a child of this process."""
-    return sum(process.ppid() == os.getpid() for process in processes)
+    found = 0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            found += process.ppid() == os.getpid()
+    return found
 
 
 def scores(rows: int) -> list[Score]:

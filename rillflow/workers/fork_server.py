@@ -1,0 +1,143 @@
+"""Fork server: start ranks as forks of one process that has imported what they need.
+
+    driver ── one Unix socket ──> fork server: imports torch and the roles' modules, once
+                                     └── forks ──> rank, rank, ...
+
+The imports take seconds of processor time and a fork takes milliseconds, so ranks start, and are replaced,
+at once. They also share the memory of the imported modules.
+
+Loop of the fork server
+    consumes      requests: a descriptor for a new rank, or the number of a process that has ended
+    waits for     a request
+    unblocked by  the driver
+    produces      the number of the new process, or the exit code
+    shuts down    when the driver closes the socket or ends (``watchdog.end_with``); its ranks end with it
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+
+import numpy as np
+
+from rillflow.errors import ClusterError
+from rillflow.workers import process_rank
+from rillflow.workers.watchdog import end_with, how_ended, start_child
+
+_BOOT = "import sys; from rillflow.workers.fork_server import serve; serve(*map(int, sys.argv[1:]))"
+_CLOSE_S = 3.0
+_MOST_BYTES = 2**16
+
+
+class ForkedProcess:
+    """A fork of the server; it has the part of Popen's interface that ``LocalRank`` uses.
+
+    Args:
+        pid: number of the process; no other process gets it before ``wait``.
+        server: the server, its parent.
+    """
+
+    def __init__(self, pid: int, server: ForkServer) -> None:
+        self.pid = pid
+        self._server, self._lock = server, threading.Lock()
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        """Kill the process, unless it has ended."""
+        with self._lock:
+            if self._code is None:
+                with suppress(ProcessLookupError):  # the server has ended, and the process with it
+                    os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Wait for the end of the process; return its exit code, or its signal's number below zero."""
+        with self._lock:
+            if self._code is None:
+                self._code = self._server.exit_code(self.pid)
+            return self._code
+
+
+class ForkServer:
+    """The driver's side of the server.
+
+    Args:
+        modules: modules to import before the first fork.
+        timeout_s: longest wait for an answer, imports included.
+    """
+
+    def __init__(self, modules: Sequence[str], timeout_s: float) -> None:
+        self._lock, self._timeout_s = threading.Lock(), timeout_s
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.settimeout(timeout_s)
+        with theirs:
+            self._process = start_child(_BOOT, theirs.fileno(), descriptors=[theirs.fileno()])
+        self._connection.send(" ".join(modules or ["sys"]).encode())
+
+    def start(self, descriptor: int) -> ForkedProcess:
+        """Start a rank that serves the driver at the other end of a socket.
+
+        Raises:
+            ClusterError: the server has ended, or does not answer in time.
+        """
+        return ForkedProcess(self._asked(b"start", [descriptor]), self)
+
+    def exit_code(self, pid: int) -> int:
+        """Wait for the end of a rank, and return its exit code."""
+        try:
+            return self._asked(b"%d" % pid, [])
+        except ClusterError:  # a rank is killed when the server ends
+            return -signal.SIGKILL
+
+    def close(self) -> None:
+        """End the server, after its ranks have ended."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _asked(self, request: bytes, descriptors: Sequence[int]) -> int:
+        """Send a request and return the answer."""
+        fix = "read the end of its output"
+        with self._lock:
+            try:
+                socket.send_fds(self._connection, [request], descriptors)
+                if answer := self._connection.recv(_MOST_BYTES):
+                    return int(answer)
+            except TimeoutError:
+                fix = f"raise placement.start_s if imports need more than {self._timeout_s:g} s"
+                self._process.kill()  # a late answer would be taken for that of a later request
+            except ConnectionError:
+                pass
+            how = how_ended(self._process.wait())
+        raise ClusterError("the process that starts ranks has ended", why=f"it ended {how}", fix=fix)
+
+
+def serve(driver: int, descriptor: int) -> None:
+    """Serve the driver; in a fork, be the rank."""
+    end_with(driver)
+    requests, own = socket.socket(fileno=descriptor), os.getpid()
+    for module in requests.recv(_MOST_BYTES).decode().split():
+        import_module(module)
+    gc.freeze()  # collections in a rank do not touch, and so do not copy, what all ranks share
+    while True:
+        request, descriptors, *_ = socket.recv_fds(requests, _MOST_BYTES, 1)
+        if not request:
+            return
+        if not descriptors:
+            answer = os.waitstatus_to_exitcode(os.waitpid(int(request), 0)[1])
+        elif answer := os.fork():
+            os.close(descriptors[0])
+        else:
+            end_with(own)
+            requests.close()
+            os.setsid()
+            np.random.seed()  # forks inherit the state of the global generator
+            process_rank.main(descriptors[0])
+            return
+        requests.send(b"%d" % answer)
