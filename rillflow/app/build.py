@@ -60,6 +60,7 @@ from rillflow.tasks.encoded import Encoded
 from rillflow.tasks.kinds import PROMPTS, DataKind
 from rillflow.tasks.prompts import PromptStream, StreamPosition
 from rillflow.workers.config import SAMPLER
+from rillflow.workers.fork_server import ForkServer
 from rillflow.workers.start import start_backend
 
 BESIDE_SEED = 2**32
@@ -75,6 +76,7 @@ class Build:
         checkpoint: the checkpoint to resume from; None to start from the beginning.
         stack: closes every rank when the run ends, with or without an error.
         repeat: decisions that ready-first phases repeat.
+        forks: see ``ProcessBackend``.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Build:
         checkpoint: Checkpoint | None,
         stack: ExitStack,
         repeat: RecordedDecisions | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         self._repeat = repeat
         self._say: Callable[[str], None] = lambda _: None
@@ -96,7 +99,7 @@ class Build:
             pools,
             str(choose_device(device)) if placement.is_inline else device,
             facts.given.backend,
-            [role.module for role in roles_of(recipe).values() if role.module is not None],
+            forks,
         )
         stack.callback(backend.close)
         self.devices = backend.devices

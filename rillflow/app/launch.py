@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from rillflow.app.resume import (
     resolved,
     with_choices_of_run,
 )
+from rillflow.app.role_table import roles_of
 from rillflow.app.row_names import rows_named
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.decisions import RecordedDecisions
@@ -51,6 +52,7 @@ from rillflow.runs.run_directory import RunDirectory, holds_step, set_aside
 from rillflow.runs.summary import Summary, render_text, summarise, warnings_of
 from rillflow.runs.trackers.config import TrackersConfig
 from rillflow.runs.trackers.process import Trackers
+from rillflow.workers.fork_server import ForkServer
 
 if TYPE_CHECKING:
     from rillflow.app.build import Build
@@ -127,11 +129,23 @@ def _run(
     recipe = facts.recipe
 
     def train(trackers: Trackers) -> None:
-        once = partial(_train, facts, run, progress, plan, command, asked, repeat, trackers)
-        restarted(once, recipe.run.restarts, run, progress, asked)
+        with _forks_of(facts) as forks:
+            once = partial(_train, facts, run, progress, plan, command, asked, repeat, forks, trackers)
+            restarted(once, recipe.run.restarts, run, progress, asked)
 
     finished = is_finished(recipe, run.path)
     carry_out(None if finished else train, run, progress, asked, recipe.run.trackers, facts.base, notes)
+
+
+def _forks_of(facts: RecipeFacts) -> AbstractContextManager[ForkServer | None]:
+    """Return what starts local ranks, if the recipe has any; its imports begin at once."""
+    placement = facts.recipe.placement
+    if placement.is_inline or placement.backend != "process" or facts.given.backend is not None:
+        return nullcontext()
+    roles = roles_of(facts.recipe).values()
+    forks = ForkServer([role.module for role in roles if role.module is not None])
+    forks.prepare()
+    return forks
 
 
 def carry_out(
@@ -266,6 +280,7 @@ def _train(
     command: Sequence[str],
     interruption: Interruption,
     repeat: RecordedDecisions | None,
+    forks: ForkServer | None,
     trackers: Trackers,
     stack: ExitStack,
 ) -> None:
@@ -279,7 +294,7 @@ def _train(
     if checkpoint is None:
         shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
     shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
-    build = Build(facts, run, checkpoint, stack, repeat)
+    build = Build(facts, run, checkpoint, stack, repeat, forks)
     encoding_notes = build.encoded.notes if build.encoded is not facts.encoded else ()
     for note in (*encoding_notes, *clock_notes(build.nodes)):
         progress.note(f"note: {note}")

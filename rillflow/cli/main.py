@@ -9,6 +9,8 @@ Importing this loads little more than the standard library; a command imports wh
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import logging
 import os
 import signal
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     Example:
         raise SystemExit(main(algorithms=[ALGORITHM]))      # at the end of a file of yours
     """
+    atexit.register(gc.freeze)  # or the interpreter searches the modules of torch for cycles before it ends
     words = sys.argv[1:] if argv is None else argv
     typed = (*(("python", sys.argv[0]) if algorithms else ("rillflow",)), *words)
     try:

@@ -4,7 +4,8 @@
                                      └── forks ──> rank, rank, ...
 
 The imports take seconds of processor time and a fork takes milliseconds, so ranks start, and are replaced,
-at once. They also share the memory of the imported modules.
+at once. They also share the memory of the imported modules. A run starts the server before it imports torch
+itself, so that both import at the same time.
 
 Loop of the fork server
     consumes      requests: a descriptor for a new rank, or the number of a process that has ended
@@ -20,20 +21,20 @@ import gc
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 
-import numpy as np
-
 from rillflow.errors import ClusterError
-from rillflow.workers import process_rank
 from rillflow.workers.watchdog import end_with, how_ended, start_child
 
 _BOOT = "import sys; from rillflow.workers.fork_server import serve; serve(*map(int, sys.argv[1:]))"
-_CLOSE_S = 3.0
 _MOST_BYTES = 2**16
+_REAP_S = 60.0
+"""Longest wait for the exit code of a process that has ended or was killed."""
 
 
 class ForkedProcess:
@@ -64,57 +65,84 @@ class ForkedProcess:
             return self._code
 
 
-class ForkServer:
-    """The driver's side of the server.
+class ForkServer(AbstractContextManager["ForkServer"]):
+    """The driver's side of the server; a server that has ended is started again by the next ``start``.
 
     Args:
         modules: modules to import before the first fork.
-        timeout_s: longest wait for an answer, imports included.
+
+    Example:
+        with ForkServer(["rillflow.roles.policy"]) as forks:
+            ProcessBackend(forks=forks).open([Pool(name="main", size=2)])
     """
 
-    def __init__(self, modules: Sequence[str], timeout_s: float) -> None:
-        self._lock, self._timeout_s = threading.Lock(), timeout_s
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.settimeout(timeout_s)
-        with theirs:
-            self._process = start_child(_BOOT, theirs.fileno(), descriptors=[theirs.fileno()])
-        self._connection.send(" ".join(modules or ["sys"]).encode())
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules, self._lock = modules, threading.Lock()
+        self._starter = ThreadPoolExecutor(1)  # the server ends with the thread that has started it
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection = socket.socket()
 
-    def start(self, descriptor: int) -> ForkedProcess:
+    def prepare(self) -> None:
+        """Start the server, unless it runs; do not wait for its imports."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._connection.close()
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            end = theirs.fileno()
+            started = self._starter.submit(start_child, _BOOT, end, descriptors=[end])
+            self._process = started.result()
+        self._connection.send(" ".join(self._modules).encode() or b"rillflow")
+
+    def start(self, descriptor: int, timeout_s: float) -> ForkedProcess:
         """Start a rank that serves the driver at the other end of a socket.
 
+        Args:
+            descriptor: the rank's end of the socket.
+            timeout_s: longest wait in seconds, imports included.
+
         Raises:
-            ClusterError: the server has ended, or does not answer in time.
+            ClusterError: an import fails, or the server does not answer in time.
         """
-        return ForkedProcess(self._asked(b"start", [descriptor]), self)
+        with self._lock:
+            self.prepare()
+            return ForkedProcess(self._asked(b"start", [descriptor], timeout_s), self)
 
     def exit_code(self, pid: int) -> int:
         """Wait for the end of a rank, and return its exit code."""
-        try:
-            return self._asked(b"%d" % pid, [])
-        except ClusterError:  # a rank is killed when the server ends
-            return -signal.SIGKILL
-
-    def close(self) -> None:
-        """End the server, after its ranks have ended."""
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _asked(self, request: bytes, descriptors: Sequence[int]) -> int:
-        """Send a request and return the answer."""
-        fix = "read the end of its output"
         with self._lock:
             try:
-                socket.send_fds(self._connection, [request], descriptors)
-                if answer := self._connection.recv(_MOST_BYTES):
-                    return int(answer)
-            except TimeoutError:
-                fix = f"raise placement.start_s if imports need more than {self._timeout_s:g} s"
-                self._process.kill()  # a late answer would be taken for that of a later request
-            except ConnectionError:
-                pass
-            how = how_ended(self._process.wait())
+                return self._asked(b"%d" % pid, [], _REAP_S)
+            except ClusterError:  # a rank is killed when the server ends
+                return -signal.SIGKILL
+
+    def close(self) -> None:
+        """End the server and its ranks."""
+        with self._lock:
+            self._connection.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+            self._starter.shutdown()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _asked(self, request: bytes, descriptors: Sequence[int], timeout_s: float) -> int:
+        """Send a request and return the answer."""
+        assert self._process is not None, "it has been started"
+        fix = "read the end of its output"
+        self._connection.settimeout(timeout_s)
+        try:
+            socket.send_fds(self._connection, [request], descriptors)
+            if answer := self._connection.recv(_MOST_BYTES):
+                return int(answer)
+        except TimeoutError:
+            fix = f"raise placement.start_s if imports need more than {timeout_s:g} s"
+            self._process.kill()  # a late answer would be taken for that of a later request
+        except ConnectionError:
+            pass
+        how = how_ended(self._process.wait())
         raise ClusterError("the process that starts ranks has ended", why=f"it ended {how}", fix=fix)
 
 
@@ -122,6 +150,10 @@ def serve(driver: int, descriptor: int) -> None:
     """Serve the driver; in a fork, be the rank."""
     end_with(driver)
     requests, own = socket.socket(fileno=descriptor), os.getpid()
+    import numpy as np
+
+    from rillflow.workers import process_rank
+
     for module in requests.recv(_MOST_BYTES).decode().split():
         import_module(module)
     gc.freeze()  # collections in a rank do not touch, and so do not copy, what all ranks share

@@ -68,7 +68,7 @@ class ProcessBackend(Backend):
         start_s: longest start of the processes; each rank adds some seconds.
         load_s: see Backend.
         heartbeat_s: silence of a rank after which it is lost; 0: no heartbeats.
-        modules: modules that ranks need, which are imported once for all (``workers.fork_server``).
+        forks: starts ranks on the CPU, and is closed by its owner; None: one of its own, without modules.
 
     Example:
         backend = ProcessBackend()
@@ -82,10 +82,11 @@ class ProcessBackend(Backend):
         start_s: float = 60.0,
         load_s: float = 0.0,
         heartbeat_s: float = 5.0,
-        modules: Sequence[str] = (),
+        forks: ForkServer | None = None,
     ) -> None:
         super().__init__(deadline_s, load_s=load_s)
-        self._start_s, self._heartbeat_s, self._modules = start_s, heartbeat_s, modules
+        self._start_s, self._heartbeat_s, self._forks = start_s, heartbeat_s, forks or ForkServer([])
+        self._owns_forks = forks is None
         self._ranks: dict[Place, LocalRank] = {}
         self._replacing: dict[Place, tuple[LocalRank, threading.Thread]] = {}
         self._references: WeakValueDictionary[int, ProcessReference] = WeakValueDictionary()
@@ -96,7 +97,6 @@ class ProcessBackend(Backend):
         self._era = 0
         self._counting = threading.Lock()
         self._loop: EventLoop | None = None
-        self._server: ForkServer | None = None
         self._heartbeats: Heartbeats | None = None
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
@@ -107,8 +107,6 @@ class ProcessBackend(Backend):
         self._loop = EventLoop()
         if self._heartbeat_s:
             self._heartbeats = Heartbeats(HERE, self._heartbeat_s)
-        if len(self._accelerators) < len(found):
-            self._server = self._loop.run(partial(ForkServer, self._modules, self._wait_s))
         for place in found:
             self._ranks[place] = self._spawned(place)
         self._join(self._ranks)
@@ -146,8 +144,7 @@ class ProcessBackend(Backend):
                 told = {"CUDA_VISIBLE_DEVICES": self._accelerators[place]}
                 process = self._loop.run(partial(start_child, _BOOT, end, descriptors=[end], told=told))
             else:
-                assert self._server is not None, "there is a rank without an accelerator"
-                process = self._server.start(end)
+                process = self._forks.start(end, self._wait_s)
         return LocalRank(process, ours, self._loop, self)
 
     def _join(self, fresh: Mapping[Place, LocalRank]) -> None:
@@ -330,9 +327,8 @@ class ProcessBackend(Backend):
         if self._heartbeats is not None:
             self._heartbeats.close()
             self._heartbeats = None
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._owns_forks:
+            self._forks.close()
         self._loop.close()
         self._loop = None
         for held in (self.pools, self.devices, self._ranks):

@@ -20,6 +20,7 @@ from rillflow.workers.config import PlacementConfig
 from rillflow.workers.inline import InlineBackend
 
 if TYPE_CHECKING:
+    from rillflow.workers.fork_server import ForkServer
     from rillflow.workers.ray import RayBackend
 
 _OWN = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -38,7 +39,7 @@ def start_backend(
     pools: Sequence[Pool],
     device: str,
     own: Callable[[float], Backend] | None = None,
-    modules: Sequence[str] = (),
+    forks: ForkServer | None = None,
 ) -> Backend:
     """Return an open backend; the caller closes it.
 
@@ -47,7 +48,7 @@ def start_backend(
         pools: the pools.
         device: see ``Backend.open``.
         own: makes another backend from the longest wait in seconds; None for that of the settings.
-        modules: see ``ProcessBackend``.
+        forks: see ``ProcessBackend``.
 
     Raises:
         ClusterError: Ray is not installed, a cluster cannot be joined, or a pool does not fit.
@@ -61,7 +62,7 @@ def start_backend(
         from rillflow.workers.processes import ProcessBackend
 
         times = {"start_s": config.start_s, "load_s": config.load_s, "heartbeat_s": config.heartbeat_s}
-        backend = ProcessBackend(config.deadline_s, **times, modules=modules)
+        backend = ProcessBackend(config.deadline_s, **times, forks=forks)
     elif find_spec("ray") is None:
         ranks = sum(config.pools.values())
         raise ClusterError(

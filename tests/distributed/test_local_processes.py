@@ -20,6 +20,7 @@ import torch
 from rillflow.errors import ClusterError
 from rillflow.workers.backend import Place, Pool, RankLost, Site
 from rillflow.workers.collectives import Stranded
+from rillflow.workers.fork_server import ForkServer
 from rillflow.workers.parcels import MAX_CONTENT_BYTES, MAX_INLINE_BYTES, PACKET_BYTES, Parcel
 from rillflow.workers.processes import ProcessBackend
 from rillflow.workers.segments import MAX_POOL_BYTES, MAX_SEGMENTS, SegmentPool
@@ -347,7 +348,8 @@ def has_imported(site: Site, module: str) -> bool:
 
 def test_ranks_are_forks_of_a_process_with_their_imports() -> None:
     """A rank that replaces another one is a fork, too; no two ranks draw the same numbers."""
-    backend = ProcessBackend(BOUND_S, modules=["this"])
+    forks = ForkServer(["this"])
+    backend = ProcessBackend(BOUND_S, forks=forks)
     backend.open([Pool(name="ranks", size=2, world=1)])
     try:
         assert read(backend, FIRST, has_imported, "this")
@@ -359,19 +361,23 @@ def test_ranks_are_forks_of_a_process_with_their_imports() -> None:
         assert len(drawn | {read(backend, FIRST, number)}) == 3
     finally:
         backend.close()
+        assert psutil.pid_exists(server), "another backend may use it"
+        forks.close()
     assert not psutil.pid_exists(server)
 
 
 def test_ranks_end_with_the_process_that_forks_them(tmp_path: Path) -> None:
+    """Their replacements are forks of a new one."""
     backend = ProcessBackend(BOUND_S)
     backend.open([Pool(name="ranks", size=2, world=1)])
     try:
+        server = read(backend, FIRST, parent)
         (running,) = backend.submit(SECOND, wait_for, tmp_path / "never")
-        os.kill(read(backend, FIRST, parent), signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)
         with pytest.raises(RankLost, match="ended by SIGKILL"):
             backend.read_all([running], BOUND_S)
-        with pytest.raises(ClusterError, match="the process that starts ranks has ended"):
-            backend.replace([FIRST])
+        backend.replace([FIRST, SECOND]).read(BOUND_S)
+        assert read(backend, FIRST, parent) == read(backend, SECOND, parent) != server
     finally:
         backend.close()
 
@@ -390,10 +396,12 @@ def test_an_import_that_fails_or_hangs_is_an_error(
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = psutil.Process().children()
-    backend = ProcessBackend(BOUND_S, start_s=start_s, modules=[module])
+    forks = ForkServer([module])
+    backend = ProcessBackend(BOUND_S, start_s=start_s, forks=forks)
     with pytest.raises(ClusterError, match="the process that starts ranks has ended") as raised:
         backend.open([Pool(name="ranks", size=2, world=1)])
     backend.close()
+    forks.close()
     assert said in str(raised.value)
     assert psutil.Process().children() == before
 

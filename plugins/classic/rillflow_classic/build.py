@@ -9,7 +9,7 @@ explore, and a plan may compute gradients at the actors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ import torch
 from rillflow.config.schema import Section
 from rillflow.errors import ConfigError
 from rillflow.workers.backend import Backend, Pool
+from rillflow.workers.fork_server import ForkServer
 from rillflow.workers.inline import InlineBackend
 from rillflow.workers.processes import ProcessBackend
 from rillflow.workers.start import ray_backend
@@ -213,12 +214,24 @@ def pools_of(parts: Parts) -> list[Pool]:
     return pools + ([Pool(name=TRAINERS, size=workers.trainers)] if workers.trainers > 1 else [])
 
 
+def open_backend(place: str, pools: Sequence[Pool], stack: ExitStack) -> Backend:
+    """Return an open backend for ``workers.place``, which ends with the stack."""
+    backend: Backend
+    if place == "inline":
+        backend = InlineBackend()
+    elif place == "process":
+        backend = ProcessBackend(forks=stack.enter_context(ForkServer([__name__])))
+    else:
+        backend = ray_backend()
+    stack.callback(backend.close)
+    backend.open(pools)
+    return backend
+
+
 def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
     """Start the workers, which end with the stack, and return the system of a run."""
     workers, pools = parts.workers, pools_of(parts)
-    backend = BACKENDS[workers.place]()
-    stack.callback(backend.close)
-    backend.open(pools)
+    backend = open_backend(workers.place, pools, stack)
     learners = parts.learners()
     if workers.trainers > 1:
         make = partial(make_trainer, parts)
@@ -331,11 +344,3 @@ def keep_state(
     if not (environment.normalise_observations or environment.normalise_rewards):
         return None
     return system.kept.put("environments", EnvironmentStatistics(system))
-
-
-BACKENDS: dict[str, Callable[[], Backend]] = {
-    "inline": InlineBackend,
-    "process": partial(ProcessBackend, modules=[__name__]),
-    "ray": ray_backend,
-}
-"""Makes the backend of every ``workers.place``."""

@@ -29,7 +29,7 @@ from rillflow.errors import ClusterError
 from rillflow.records.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from rillflow.runs.reader import Evaluation
 from rillflow.workers.backend import Pool, RankLost
-from rillflow_classic.build import BACKENDS, Parts, keep_state
+from rillflow_classic.build import Parts, keep_state, open_backend
 from rillflow_classic.checkpointed import CheckpointedObjects, State
 from rillflow_classic.config import PopulationConfig
 from rillflow_classic.operators.context import PlanContext
@@ -243,8 +243,6 @@ class PopulationSystem:
 
 def open_population(parts: Parts, config: PopulationConfig, stack: ExitStack) -> PopulationSystem:
     """Start the members, which end with the stack."""
-    backend = BACKENDS[parts.workers.place]()
-    stack.callback(backend.close)
-    backend.open([Pool(name=MEMBERS, size=config.members, world=1)])
+    backend = open_backend(parts.workers.place, [Pool(name=MEMBERS, size=config.members, world=1)], stack)
     members = WorkerSet(backend, MEMBERS, partial(make_member, parts))
     return PopulationSystem(members, parts.learners(), config, parts)
