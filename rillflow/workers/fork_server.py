@@ -42,11 +42,12 @@ class ForkedProcess:
 
     Args:
         pid: number of the process; no other process gets it before ``wait``.
-        server: the server, its parent.
+        parent: number of the server's process.
+        server: the server.
     """
 
-    def __init__(self, pid: int, server: ForkServer) -> None:
-        self.pid = pid
+    def __init__(self, pid: int, parent: int, server: ForkServer) -> None:
+        self.pid, self.parent = pid, parent
         self._server, self._lock = server, threading.Lock()
         self._code: int | None = None
 
@@ -61,7 +62,7 @@ class ForkedProcess:
         """Wait for the end of the process; return its exit code, or its signal's number below zero."""
         with self._lock:
             if self._code is None:
-                self._code = self._server.exit_code(self.pid)
+                self._code = self._server.exit_code(self)
             return self._code
 
 
@@ -82,17 +83,19 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         self._process: subprocess.Popen[bytes] | None = None
         self._connection = socket.socket()
 
-    def prepare(self) -> None:
-        """Start the server, unless it runs; do not wait for its imports."""
+    def prepare(self) -> int:
+        """Start the server, unless it runs, and return its process number; do not wait for its imports."""
         if self._process is not None and self._process.poll() is None:
-            return
+            return self._process.pid
         self._connection.close()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             end = theirs.fileno()
             started = self._starter.submit(start_child, _BOOT, end, descriptors=[end])
             self._process = started.result()
-        self._connection.send(" ".join(self._modules).encode() or b"rillflow")
+        with suppress(ConnectionError):  # it has ended, which the first request tells
+            self._connection.send(" ".join(self._modules).encode() or b"rillflow")
+        return self._process.pid
 
     def start(self, descriptor: int, timeout_s: float) -> ForkedProcess:
         """Start a rank that serves the driver at the other end of a socket.
@@ -105,15 +108,17 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             ClusterError: an import fails, or the server does not answer in time.
         """
         with self._lock:
-            self.prepare()
-            return ForkedProcess(self._asked(b"start", [descriptor], timeout_s), self)
+            parent = self.prepare()
+            return ForkedProcess(self._asked(b"start", [descriptor], timeout_s), parent, self)
 
-    def exit_code(self, pid: int) -> int:
-        """Wait for the end of a rank, and return its exit code."""
+    def exit_code(self, process: ForkedProcess) -> int:
+        """Wait for the end of a rank, and return its exit code; the end of its server kills a rank."""
         with self._lock:
+            if self._process is None or self._process.pid != process.parent:
+                return -signal.SIGKILL
             try:
-                return self._asked(b"%d" % pid, [], _REAP_S)
-            except ClusterError:  # a rank is killed when the server ends
+                return self._asked(b"%d" % process.pid, [], _REAP_S)
+            except ClusterError:
                 return -signal.SIGKILL
 
     def close(self) -> None:
