@@ -67,7 +67,7 @@ class Switchboard(Protocol):
         """Count traffic."""
 
 
-class RankProcess(Protocol):
+class LocalProcess(Protocol):
     """What the driver needs of a rank's process: a child of the driver, or of its fork server."""
 
     pid: int
@@ -91,7 +91,7 @@ class LocalRank:
 
     def __init__(
         self,
-        process: RankProcess,
+        process: LocalProcess,
         connection: socket.socket,
         loop: EventLoop,
         backend: Switchboard,

@@ -38,7 +38,7 @@ from rillflow.workers.backend import (
 )
 from rillflow.workers.fork_server import ForkServer
 from rillflow.workers.liveness import Heartbeats
-from rillflow.workers.local_ranks import EventLoop, LocalRank, ProcessReference, RankProcess, SentCall
+from rillflow.workers.local_ranks import EventLoop, LocalProcess, LocalRank, ProcessReference, SentCall
 from rillflow.workers.messages import cannot_travel, heaviest
 from rillflow.workers.nodes import Seating
 from rillflow.workers.parcels import Frame, Parcel
@@ -137,7 +137,7 @@ class ProcessBackend(Backend):
         """Start the process of a rank; CUDA may not work in a fork, because imports can initialise it."""
         assert self._loop is not None, "the backend is open"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        process: RankProcess
+        process: LocalProcess
         with theirs:
             end = theirs.fileno()
             if place in self._accelerators:

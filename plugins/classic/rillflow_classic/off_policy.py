@@ -38,7 +38,9 @@ class OffPolicyConfig(LearnerConfig):
     batch_size: int = Field(64, ge=1, description="Transitions of an update.")
     updates: int = Field(32, ge=1, description="Updates after each fragment.")
     learning_starts: int = Field(
-        1000, ge=1, description="Transitions before the first update; actions are random until then."
+        1000,
+        ge=1,
+        description="Transitions before the first update, or a full buffer; actions are random until then.",
     )
     replay: ReplayConfig = ReplayConfig()
 
@@ -129,8 +131,12 @@ class OffPolicyLearner(FlatLearner[N], ABC):
         """Move the target network after an update."""
 
     def train(self, buffer: ReplayBuffer) -> Metrics:
-        """Take the updates that follow a fragment; none while the buffer has too few transitions."""
-        if buffer.num_transitions < max(self._settings.learning_starts, self._settings.batch_size):
+        """Take the updates that follow a fragment; none while the buffer has too few transitions.
+
+        Raises:
+            RecordError: the buffer is full, and has fewer transitions than a batch.
+        """
+        if not buffer.is_ready(max(self._settings.learning_starts, self._settings.batch_size)):
             return {}
         found = []
         for _ in range(self._settings.updates):

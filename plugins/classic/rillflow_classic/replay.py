@@ -152,6 +152,10 @@ class ReplayBuffer:
         if self._tree is not None:
             self._set_first_priorities(np.arange(max(changed, self._count - capacity), self._count))
 
+    def is_ready(self, starts: int) -> bool:
+        """Return whether there are ``starts`` transitions, or the buffer is full and cannot have more."""
+        return self.num_transitions >= starts or self._count >= self._config.capacity
+
     def sample(self, batch_size: int) -> Transitions[Array]:
         """Draw transitions, with replacement.
 
@@ -162,7 +166,7 @@ class ReplayBuffer:
             raise RecordError(
                 f"a batch of {batch_size} is larger than the {self.num_transitions} transitions kept",
                 why="a batch would repeat the same transitions",
-                fix="set algorithm.learning_starts to at least algorithm.batch_size",
+                fix="raise algorithm.learning_starts to algorithm.batch_size, or replay.capacity if full",
             )
         serials = self._draw(batch_size) if self._tree is None else self._draw_by_priority(batch_size)
         rows, places = self._rows, serials % self._config.capacity

@@ -173,7 +173,7 @@ def replay(buffers: WorkerSet[Any], batch_size: int, *, starts: int = 0, num_asy
 
 def _draw(buffer: Any, batch_size: int, least: int) -> Any:
     """Return a batch of a buffer that holds enough transitions."""
-    if buffer.num_transitions < least:
+    if not buffer.is_ready(least):
         return NotReady(why=(f"a replay buffer has {buffer.num_transitions} of {least} transitions",))
     return buffer.sample(batch_size)
 

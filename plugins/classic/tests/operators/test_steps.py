@@ -166,6 +166,9 @@ class ListBuffer:
     def num_transitions(self) -> int:
         return len(self.items)
 
+    def is_ready(self, starts: int) -> bool:
+        return len(self.items) >= starts
+
     def add(self, item: int) -> None:
         self.items.append(item)
 

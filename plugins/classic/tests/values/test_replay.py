@@ -169,6 +169,17 @@ def test_a_batch_larger_than_the_buffer_is_an_error() -> None:
         buffer.sample(4)
 
 
+def test_learning_starts_at_the_latest_when_the_buffer_is_full() -> None:
+    """After short episodes it holds fewer transitions than rows, so a count near its capacity never comes."""
+    buffer = made(40)
+    for step in range(3):
+        assert not buffer.is_ready(39), step
+        buffer.add(random_stream(6, 2, seed=step, ending=0.9))
+    assert buffer.is_ready(39) and buffer.num_transitions < 39
+    few = buffer.num_transitions
+    assert buffer.is_ready(few) and len(buffer.sample(few).returns) == few
+
+
 def test_a_fragment_larger_than_the_buffer_is_an_error() -> None:
     with pytest.raises(RecordError, match="a fragment of 22 rows does not fit"):
         made(20).add(random_stream(10, 2, seed=0))
