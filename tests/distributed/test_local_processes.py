@@ -337,9 +337,9 @@ def parent(site: Site) -> int:
     return os.getppid()
 
 
-def number(site: Site) -> float:
-    """Draw from the global generator, whose state forks inherit."""
-    return float(np.random.random())
+def numbers(site: Site) -> list[float]:
+    """Draw from the global generators, whose states forks inherit."""
+    return [float(np.random.random()), float(torch.rand(()))]
 
 
 def has_imported(site: Site, module: str) -> bool:
@@ -355,10 +355,10 @@ def test_ranks_are_forks_of_a_process_with_their_imports() -> None:
         assert read(backend, FIRST, has_imported, "this")
         server = read(backend, FIRST, parent)
         assert read(backend, SECOND, parent) == server != os.getpid()
-        drawn = {read(backend, place, number) for place in (FIRST, SECOND)}
+        drawn = {*read(backend, FIRST, numbers), *read(backend, SECOND, numbers)}
         backend.replace([FIRST]).read(BOUND_S)
         assert read(backend, FIRST, parent) == server
-        assert len(drawn | {read(backend, FIRST, number)}) == 3
+        assert len(drawn | {*read(backend, FIRST, numbers)}) == 6
     finally:
         backend.close()
         assert psutil.pid_exists(server), "another backend may use it"

@@ -9,6 +9,7 @@ explore, and a plan may compute gradients at the actors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ ACTORS, POLICIES, BUFFERS, EVALUATORS = "actors", "policies", "buffers", "evalua
 """Pools of the actors, the policy workers, the buffer workers and the evaluation worker."""
 TRAINERS = "trainers"
 """Pool of the trainer's ranks."""
+SLOW_IMPORTS = ("torch._dynamo", "envpool")
+"""Modules that workers need if the driver has needed them: it has made a learner and an environment."""
 POLL_S = 5.0
 """Seconds of a call in which a worker polls its streams."""
 
@@ -220,7 +223,8 @@ def open_backend(place: str, pools: Sequence[Pool], stack: ExitStack) -> Backend
     if place == "inline":
         backend = InlineBackend()
     elif place == "process":
-        backend = ProcessBackend(forks=stack.enter_context(ForkServer([__name__])))
+        modules = [__name__, *(name for name in SLOW_IMPORTS if name in sys.modules)]
+        backend = ProcessBackend(forks=stack.enter_context(ForkServer(modules)))
     else:
         backend = ray_backend()
     stack.callback(backend.close)

@@ -158,7 +158,7 @@ def build_network(
     distribution = distribution_of(action_space)
     lstm_size = config.lstm_size if config.kind == "lstm" else 0
     trunks: list[nn.Module]
-    with torch.device("meta"):  # no default weights: they would draw from torch's global generator
+    with torch.random.fork_rng(devices=[]):  # default weights are drawn from torch's global generator
         if config.kind == "cnn" or (is_frames(observation_space) and config.kind != "mlp"):
             trunk, features = _cnn(observation_space, config.precision)
             trunks = [trunk]
@@ -167,7 +167,6 @@ def build_network(
             trunks = [_mlp(config, observation_space) for _ in range(count)]
             features = (_num_inputs(observation_space), *config.hidden)[-1]
         network = ActorCritic(trunks, features, distribution, lstm_size)
-    network.to_empty(device="cpu")
     _initialise(network, torch.Generator().manual_seed(seed))
     return network
 
