@@ -6,7 +6,7 @@
 
 A result's arrays stay where its rank has put them: the driver passes their descriptor to a rank that fetches
 the result, and that rank maps them. A rank ends with the driver, also after its kill -9, and its memory with
-the last process that holds it.
+the last process that holds it. Ranks on the CPU are forks of one process (``workers.fork_server``).
 
 Loop of the driver's thread: see ``workers.local_ranks``; of a replacement's thread: see ``workers.ray``.
 """
@@ -107,6 +107,8 @@ class ProcessBackend(Backend):
         self._loop = EventLoop()
         if self._heartbeat_s:
             self._heartbeats = Heartbeats(HERE, self._heartbeat_s)
+        if len(self._accelerators) == len(found):
+            self._forks.close()  # no rank is a fork
         for place in found:
             self._ranks[place] = self._spawned(place)
         self._join(self._ranks)

@@ -242,7 +242,7 @@ def test_no_process_is_left_of_a_cluster_that_closes_during_a_replacement(
     cluster.close()
     _, alive = psutil.wait_procs(children | set(psutil.Process().children(recursive=True)), timeout=30)
     assert children and not [
-        each for each in alive if re.search("ray|process_rank", " ".join(each.cmdline()))
+        each for each in alive if re.search("ray|process_rank|fork_server", " ".join(each.cmdline()))
     ]
     with pytest.raises((ClusterError, RankLost)):
         replacement.read(BOUND_S)
