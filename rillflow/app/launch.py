@@ -138,9 +138,10 @@ def _run(
 
 
 def _forks_of(facts: RecipeFacts) -> AbstractContextManager[ForkServer | None]:
-    """Return what starts local ranks, if the recipe has any; its imports begin at once."""
-    placement = facts.recipe.placement
-    if placement.is_inline or placement.backend != "process" or facts.given.backend is not None:
+    """Return the fork server of local ranks, which begins its imports; None if no rank is a fork."""
+    placement, device = facts.recipe.placement, facts.recipe.run.device
+    is_own = facts.given.backend is not None or device not in ("auto", "cpu")
+    if placement.is_inline or placement.backend != "process" or is_own:
         return nullcontext()
     roles = roles_of(facts.recipe).values()
     forks = ForkServer([role.module for role in roles if role.module is not None])

@@ -4,8 +4,8 @@
                                      └── forks ──> rank, rank, ...
 
 The imports take seconds of processor time and a fork takes milliseconds, so ranks start, and are replaced,
-at once. They also share the memory of the imported modules. A run starts the server before it imports torch
-itself, so that both import at the same time.
+at once. They also share the memory of the imported modules. A run of a language model starts the server
+before its own imports, so that both import at the same time.
 
 Loop of the fork server
     consumes      requests: a descriptor for a new rank, or the number of a process that has ended
@@ -21,10 +21,12 @@ import gc
 import os
 import signal
 import socket
+import struct
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 
@@ -33,6 +35,10 @@ from rillflow.workers.watchdog import end_with, how_ended, start_child
 
 _BOOT = "import sys; from rillflow.workers.fork_server import serve; serve(*map(int, sys.argv[1:]))"
 _MOST_BYTES = 2**16
+_START = 0
+"""In a request, in place of the number of a process that has ended."""
+_PAIR = struct.Struct("<qq")
+"""Message: number of the request, then a process or the answer."""
 _REAP_S = 60.0
 """Longest wait for the exit code of a process that has ended or was killed."""
 
@@ -41,7 +47,7 @@ class ForkedProcess:
     """A fork of the server; it has the part of Popen's interface that ``LocalRank`` uses.
 
     Args:
-        pid: number of the process; no other process gets it before ``wait``.
+        pid: number of the process, which stays taken until ``wait`` or the end of the server.
         parent: number of the server's process.
         server: the server.
     """
@@ -53,10 +59,9 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """Kill the process, unless it has ended."""
-        with self._lock:
-            if self._code is None:
-                with suppress(ProcessLookupError):  # the server has ended, and the process with it
-                    os.kill(self.pid, signal.SIGKILL)
+        if self._code is None:
+            with suppress(ProcessLookupError):  # the server has ended, and the process with it
+                os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
         """Wait for the end of the process; return its exit code, or its signal's number below zero."""
@@ -69,6 +74,8 @@ class ForkedProcess:
 class ForkServer(AbstractContextManager["ForkServer"]):
     """The driver's side of the server; a server that has ended is started again by the next ``start``.
 
+    Ranks have the environment, working directory and ``sys.path`` of the driver at the start of the server.
+
     Args:
         modules: modules to import before the first fork.
 
@@ -79,20 +86,19 @@ class ForkServer(AbstractContextManager["ForkServer"]):
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules, self._lock = modules, threading.Lock()
-        self._starter = ThreadPoolExecutor(1)  # the server ends with the thread that has started it
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection = socket.socket()
+        self._connection: socket.socket | None = None
+        self._over = threading.Event()
+        self._requests = 0
 
     def prepare(self) -> int:
         """Start the server, unless it runs, and return its process number; do not wait for its imports."""
         if self._process is not None and self._process.poll() is None:
             return self._process.pid
-        self._connection.close()
+        self._end()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            end = theirs.fileno()
-            started = self._starter.submit(start_child, _BOOT, end, descriptors=[end])
-            self._process = started.result()
+            self._process = self._started(theirs.fileno())
         with suppress(ConnectionError):  # it has ended, which the first request tells
             self._connection.send(" ".join(self._modules).encode() or b"rillflow")
         return self._process.pid
@@ -105,46 +111,78 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             timeout_s: longest wait in seconds, imports included.
 
         Raises:
-            ClusterError: an import fails, or the server does not answer in time.
+            ClusterError: an import fails, the server does not answer in time, or fork fails.
         """
         with self._lock:
             parent = self.prepare()
-            return ForkedProcess(self._asked(b"start", [descriptor], timeout_s), parent, self)
+            pid = self._asked(_START, [descriptor], timeout_s)
+        if pid < 0:
+            raise ClusterError(
+                "a rank cannot be started",
+                why=f"fork: {os.strerror(-pid)}",
+                fix="free memory, or raise the limit of processes",
+            )
+        return ForkedProcess(pid, parent, self)
 
     def exit_code(self, process: ForkedProcess) -> int:
-        """Wait for the end of a rank, and return its exit code; the end of its server kills a rank."""
+        """Return the exit code of a rank that has ended or was killed; a server that ends kills its ranks."""
         with self._lock:
             if self._process is None or self._process.pid != process.parent:
                 return -signal.SIGKILL
             try:
-                return self._asked(b"%d" % process.pid, [], _REAP_S)
+                return self._asked(process.pid, [], _REAP_S)
             except ClusterError:
                 return -signal.SIGKILL
 
     def close(self) -> None:
         """End the server and its ranks."""
         with self._lock:
-            self._connection.close()
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-            self._starter.shutdown()
+            self._end()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _asked(self, request: bytes, descriptors: Sequence[int], timeout_s: float) -> int:
-        """Send a request and return the answer."""
-        assert self._process is not None, "it has been started"
-        fix = "read the end of its output"
-        self._connection.settimeout(timeout_s)
+    def _started(self, end: int) -> subprocess.Popen[bytes]:
+        """Start the server in a thread that lives until ``close``, because it ends with that thread."""
+        made, over = Future[subprocess.Popen[bytes]](), threading.Event()
+
+        def start() -> None:
+            try:
+                made.set_result(start_child(_BOOT, end, descriptors=[end]))
+            except OSError as error:
+                made.set_exception(error)
+            over.wait()
+
+        self._over = over
+        threading.Thread(target=start, name="fork server", daemon=True).start()
+        return made.result()
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._over.set()
+        self._process = self._connection = None
+
+    def _asked(self, process: int, descriptors: Sequence[int], timeout_s: float) -> int:
+        """Send a request and return its answer."""
+        assert self._process is not None and self._connection is not None, "it has been started"
+        self._requests += 1
+        fix, until = "read the end of its output", time.monotonic() + timeout_s
         try:
-            socket.send_fds(self._connection, [request], descriptors)
-            if answer := self._connection.recv(_MOST_BYTES):
-                return int(answer)
+            socket.send_fds(self._connection, [_PAIR.pack(self._requests, process)], descriptors)
+            while True:
+                self._connection.settimeout(max(1e-3, until - time.monotonic()))
+                if not (answer := self._connection.recv(_PAIR.size)):
+                    break
+                request, found = _PAIR.unpack(answer)
+                if request == self._requests:  # an earlier one was interrupted
+                    return int(found)
         except TimeoutError:
             fix = f"raise placement.start_s if imports need more than {timeout_s:g} s"
-            self._process.kill()  # a late answer would be taken for that of a later request
+            self._process.kill()
         except ConnectionError:
             pass
         how = how_ended(self._process.wait())
@@ -166,14 +204,12 @@ def serve(driver: int, descriptor: int) -> None:
     gc.freeze()  # collections in a rank do not touch, and so do not copy, what all ranks share
     gc.enable()
     while True:
-        request, descriptors, *_ = socket.recv_fds(requests, _MOST_BYTES, 1)
-        if not request:
+        message, descriptors, *_ = socket.recv_fds(requests, _PAIR.size, 1)
+        if not message:
             return
-        if not descriptors:
-            answer = os.waitstatus_to_exitcode(os.waitpid(int(request), 0)[1])
-        elif answer := os.fork():
-            os.close(descriptors[0])
-        else:
+        request, ended = _PAIR.unpack(message)
+        answer = _forked() if ended == _START else os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
+        if ended == _START and answer == 0:
             end_with(own)
             requests.close()
             os.setsid()
@@ -181,4 +217,14 @@ def serve(driver: int, descriptor: int) -> None:
             torch.seed()
             process_rank.main(descriptors[0])
             return
-        requests.send(b"%d" % answer)
+        for each in descriptors:
+            os.close(each)
+        requests.send(_PAIR.pack(request, answer))
+
+
+def _forked() -> int:
+    """Fork; return 0 in the fork, its process number in the server, or the system's error below zero."""
+    try:
+        return os.fork()
+    except OSError as error:
+        return -(error.errno or 1)

@@ -5,7 +5,7 @@ Loop of a rank's process
     waits for     the values its arguments refer to, which the driver forwards; at most deadline_s
     unblocked by  the ranks that make them, or the error that ended them
     produces      one reply for each call, and heartbeats from a thread of its own (``workers.liveness``)
-    shuts down    with the driver (``watchdog.end_with``); ``ProcessBackend.close`` kills it
+    shuts down    with its parent, the driver or the fork server; ``ProcessBackend.close`` kills it
 """
 
 from __future__ import annotations

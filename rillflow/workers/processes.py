@@ -68,7 +68,8 @@ class ProcessBackend(Backend):
         start_s: longest start of the processes; each rank adds some seconds.
         load_s: see Backend.
         heartbeat_s: silence of a rank after which it is lost; 0: no heartbeats.
-        forks: starts ranks on the CPU, and is closed by its owner; None: one of its own, without modules.
+        forks: starts ranks on the CPU. Its owner closes it, or the backend, if no rank is on the CPU. None:
+            one of its own, without modules.
 
     Example:
         backend = ProcessBackend()
@@ -283,7 +284,15 @@ class ProcessBackend(Backend):
             old.lose(RankLost("was replaced", why="a new process has its place"))
             if self._heartbeats is not None and old.target is not None:
                 self._heartbeats.forget(old.target)
-        fresh, done = {place: self._spawned(place) for place in ended}, Future[None]()
+        fresh, done = dict[Place, LocalRank](), Future[None]()
+        try:
+            for place in ended:
+                fresh[place] = self._spawned(place)
+        except ClusterError as error:
+            for rank in fresh.values():
+                rank.lose(RankLost("could not be started", why=str(error)))
+            done.set_exception(error)
+            return Replacement(ended, done)
         thread = threading.Thread(target=self._restart, args=(fresh, done), name="replacement", daemon=True)
         self._replacing |= {place: (rank, thread) for place, rank in fresh.items()}
         thread.start()

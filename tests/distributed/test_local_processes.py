@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -380,6 +382,53 @@ def test_ranks_end_with_the_process_that_forks_them(tmp_path: Path) -> None:
         assert read(backend, FIRST, parent) == read(backend, SECOND, parent) != server
     finally:
         backend.close()
+
+
+def test_a_replacement_that_cannot_be_started_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new fork server cannot import what the first one has imported."""
+    (tmp_path / "brittle_module.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with ForkServer(["brittle_module"]) as forks:
+        backend = ProcessBackend(BOUND_S, forks=forks)
+        backend.open([Pool(name="ranks", size=2, world=1)])
+        try:
+            server = read(backend, FIRST, parent)
+            (tmp_path / "brittle_module.py").unlink()
+            os.kill(server, signal.SIGKILL)
+            with pytest.raises(RankLost):
+                while read(backend, FIRST, pid):
+                    pass
+            replacement = backend.replace([FIRST])
+            with pytest.raises(ClusterError, match="the process that starts ranks has ended"):
+                replacement.read(BOUND_S)
+        finally:
+            backend.close()
+
+
+def test_the_answer_of_an_interrupted_start_is_not_taken_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "waiting_module.py").write_text(
+        f"import time\nfrom pathlib import Path\nwhile not Path({str(tmp_path / 'go')!r}).exists():\n"
+        "    time.sleep(0.02)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with ForkServer(["waiting_module"]) as forks, ours, theirs:
+            timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                forks.start(theirs.fileno(), BOUND_S)
+            (tmp_path / "go").touch()
+            ranks = [forks.start(theirs.fileno(), BOUND_S) for _ in range(2)]
+            forked = psutil.Process(ranks[0].parent).children()
+            assert len(forked) == 3 and [each.pid for each in ranks] == [each.pid for each in forked[1:]]
+            ranks[1].kill()
+            assert ranks[1].wait() == -signal.SIGKILL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize(

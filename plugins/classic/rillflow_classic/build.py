@@ -59,7 +59,7 @@ ACTORS, POLICIES, BUFFERS, EVALUATORS = "actors", "policies", "buffers", "evalua
 TRAINERS = "trainers"
 """Pool of the trainer's ranks."""
 SLOW_IMPORTS = ("torch._dynamo", "envpool")
-"""Modules that workers need if the driver has needed them: it has made a learner and an environment."""
+"""Modules that take long to import. Workers need those that the driver has imported for its own learners."""
 POLL_S = 5.0
 """Seconds of a call in which a worker polls its streams."""
 

@@ -153,7 +153,7 @@ class ReplayBuffer:
             self._set_first_priorities(np.arange(max(changed, self._count - capacity), self._count))
 
     def is_ready(self, starts: int) -> bool:
-        """Return whether there are ``starts`` transitions, or the buffer is full and cannot have more."""
+        """Return whether there are ``starts`` transitions, or no free rows."""
         return self.num_transitions >= starts or self._count >= self._config.capacity
 
     def sample(self, batch_size: int) -> Transitions[Array]:
