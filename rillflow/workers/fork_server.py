@@ -208,7 +208,7 @@ def serve(driver: int, descriptor: int) -> None:
         if not message:
             return
         request, ended = _PAIR.unpack(message)
-        answer = _forked() if ended == _START else os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
+        answer = _forked() if ended == _START else _reaped(ended)
         if ended == _START and answer == 0:
             end_with(own)
             requests.close()
@@ -228,3 +228,11 @@ def _forked() -> int:
         return os.fork()
     except OSError as error:
         return -(error.errno or 1)
+
+
+def _reaped(pid: int) -> int:
+    """Wait for the end of a fork, and return its exit code."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # an interrupted request has reaped it
+        return -signal.SIGKILL

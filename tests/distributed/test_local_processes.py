@@ -22,7 +22,7 @@ import torch
 from rillflow.errors import ClusterError
 from rillflow.workers.backend import Place, Pool, RankLost, Site
 from rillflow.workers.collectives import Stranded
-from rillflow.workers.fork_server import ForkServer
+from rillflow.workers.fork_server import ForkedProcess, ForkServer
 from rillflow.workers.parcels import MAX_CONTENT_BYTES, MAX_INLINE_BYTES, PACKET_BYTES, Parcel
 from rillflow.workers.processes import ProcessBackend
 from rillflow.workers.segments import MAX_POOL_BYTES, MAX_SEGMENTS, SegmentPool
@@ -427,6 +427,8 @@ def test_the_answer_of_an_interrupted_start_is_not_taken_for_the_next(
             assert len(forked) == 3 and [each.pid for each in ranks] == [each.pid for each in forked[1:]]
             ranks[1].kill()
             assert ranks[1].wait() == -signal.SIGKILL
+            again = ForkedProcess(ranks[1].pid, ranks[1].parent, forks)
+            assert again.wait() == -signal.SIGKILL, "an interrupted request may have reaped it"
     finally:
         signal.signal(signal.SIGUSR1, before)
 
