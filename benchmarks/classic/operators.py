@@ -78,7 +78,7 @@ class Case:
     order: str
     """Order of its items: rounds, or as they come."""
     learns: bool = False
-    """Whether the row trains. Other rows only sample, and their policy computes nothing."""
+    """Whether the row includes updates; without them, its policy computes nothing."""
     hand: Callable[[], Iterator[Any]]
     """Begins the hand-written form."""
     plan: Callable[[], Iterator[Any]]

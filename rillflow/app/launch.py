@@ -140,8 +140,8 @@ def _run(
 def _forks_of(facts: RecipeFacts) -> AbstractContextManager[ForkServer | None]:
     """Return the fork server of local ranks, which begins its imports; None if no rank is a fork."""
     placement, device = facts.recipe.placement, facts.recipe.run.device
-    is_own = facts.given.backend is not None or device not in ("auto", "cpu")
-    if placement.is_inline or placement.backend != "process" or is_own:
+    is_local = placement.backend == "process" and not placement.is_inline and facts.given.backend is None
+    if not is_local or device.startswith("cuda"):
         return nullcontext()
     roles = roles_of(facts.recipe).values()
     forks = ForkServer([role.module for role in roles if role.module is not None])

@@ -68,7 +68,7 @@ class Switchboard(Protocol):
 
 
 class LocalProcess(Protocol):
-    """What the driver needs of a rank's process: a child of the driver, or of its fork server."""
+    """Process of a rank: a Popen, or a ForkedProcess."""
 
     pid: int
 

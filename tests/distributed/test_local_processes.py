@@ -408,6 +408,7 @@ def test_a_replacement_that_cannot_be_started_fails(tmp_path: Path, monkeypatch:
 def test_the_answer_of_an_interrupted_start_is_not_taken_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The import lasts until a file is there, so the interruption comes during the start."""
     (tmp_path / "waiting_module.py").write_text(
         f"import time\nfrom pathlib import Path\nwhile not Path({str(tmp_path / 'go')!r}).exists():\n"
         "    time.sleep(0.02)\n"
@@ -444,7 +445,7 @@ def test_an_import_that_fails_or_hangs_is_an_error(
     module: str, start_s: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start of two ranks may take 30 s more than ``start_s``."""
-    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")  # killed long before
     monkeypatch.syspath_prepend(str(tmp_path))
     before = psutil.Process().children()
     forks = ForkServer([module])

@@ -51,7 +51,7 @@ class RolloutSize:
     steps: int
     """Steps of each slot, T."""
     is_one_machine: bool
-    """Whether all workers run on this machine. If so, its memory holds the data of all of them."""
+    """Whether all workers run on this machine, and share its memory."""
 
 
 class System(Protocol):

@@ -41,7 +41,12 @@ def listening(folder: Path, host: str, token_file: Path | None) -> str:
 
 
 class FolderServer(uvicorn.Server):  # type: ignore[misc]
-    """A server that keeps ``socket`` in its folder while it answers, and ends by a signal."""
+    """Server on a Unix socket, which the folder shows as ``socket`` while the server answers.
+
+    Args:
+        app: the ASGI application; its type is the adapter's, ``http_app``.
+        folder: the folder, which exists.
+    """
 
     def __init__(self, app: Any, folder: Path) -> None:
         self._hidden, self._shown = folder / "bound", folder / "socket"
