@@ -88,7 +88,7 @@ def test_two_pages_run_side_by_side_and_a_taken_port_is_refused(written: Written
             assert len(cookies) == 2, "a browser keeps one cookie for both ports"
             path = "/api/rollouts?run=first&q=STRASSE"
             for one in (page, second):
-                assert waited(lambda one=one: one.get(path).json()["total"]) == 3 * STEPS
+                assert waited(lambda one=one: one.get(path).json()["total"] == 3 * STEPS)
         children = psutil.Process(page.process.pid).children(recursive=True)
         page.process.send_signal(signal.SIGTERM)
         assert page.process.wait(30) == 0
