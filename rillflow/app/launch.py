@@ -40,7 +40,8 @@ from rillflow.errors import Interrupted, RillflowError, RunDirectoryError
 from rillflow.placement.plan import Plan
 from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
-from rillflow.runs.environment import environment
+from rillflow.runs.core_share import CoreShare
+from rillflow.runs.environment import environment, usable_cores
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.layout import kept_steps
 from rillflow.runs.progress import Progress
@@ -180,7 +181,7 @@ def carry_out(
         try:
             with Trackers(run.path, trackers.named, base, progress.note) as processes:
                 try:
-                    with asked.orderly():
+                    with asked.orderly(), CoreShare(progress.note, usable_cores()):
                         train(processes)
                 finally:
                     asked.stage = RunStage.ENDING

@@ -29,6 +29,7 @@ from rillflow.rewards.source import shipped
 from rillflow.runs.error_lines import innermost_line
 from rillflow.tasks.files import ENDINGS, GIVEN, Rows
 from rillflow.tasks.huggingface import HUB, relative_source
+from rillflow.workers.busy_machine import share_cores
 
 Reward: TypeAlias = Callable[..., Any] | str | Path
 """A function, or a text as in ``reward.function`` or ``reward.url``."""
@@ -83,16 +84,15 @@ def train(
         CallbackError: a callback raised; the last whole step is saved.
         Interrupted: Ctrl-C; the same call resumes.
     """
+    share_cores()
     over, rows = dict(settings or {}), None if isinstance(prompts, str | Path) else prompts
     base = Path() if isinstance(recipe, Mapping) else Path(recipe).parent
     _refuse(recipe, {"prompts": prompts, "reward": reward, "algorithms": algorithms or None})
     if prompts is not None:
         over["task.source"] = GIVEN if rows is not None else _relative(str(prompts), base)
     named, functions = _rewards(reward, base)
-    over |= named
+    over |= named if dir is None else {**named, "run.dir": str(dir)}
     _require_callable(callbacks)
-    if dir is not None:
-        over["run.dir"] = str(dir)
     opened, asked = open_recipe(recipe, over, algorithms), Interruption()
     if isinstance(opened, LoadedRecipe) and rows is not None and not _holds_out(opened, recipe):
         over |= {"task.held_out": 0, "task.held_out_source": None}

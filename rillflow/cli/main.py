@@ -29,6 +29,7 @@ from rillflow.cli import commands
 from rillflow.cli.failure import FAILED, explain_failure
 from rillflow.errors import ConfigError, Signalled
 from rillflow.runs.formatting import visible
+from rillflow.workers.busy_machine import share_cores
 
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     Example:
         raise SystemExit(main(algorithms=[ALGORITHM]))      # at the end of a file of yours
     """
+    share_cores()
     atexit.register(gc.freeze)  # or the interpreter searches the modules of torch for cycles before it ends
     words = sys.argv[1:] if argv is None else argv
     typed = (*(("python", sys.argv[0]) if algorithms else ("rillflow",)), *words)
