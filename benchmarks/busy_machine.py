@@ -87,7 +87,7 @@ def main() -> None:
         "OMP_WAIT_POLICY=PASSIVE": (sys.executable, {"OMP_WAIT_POLICY": "PASSIVE"}),
     }
     if given.before:
-        variants["before"] = (os.path.abspath(given.before), {})
+        variants["before"] = (str(Path(given.before).absolute()), {})
     times = defaultdict[tuple[str, int], list[float]](list)
     for number in range(given.rounds):
         for loops in (0, given.loops):
@@ -109,8 +109,8 @@ def page(times: Mapping[tuple[str, int], list[float]], names: list[str], given: 
     lines = [
         "# A busy machine",
         "",
-        f"`python benchmarks/busy_machine.py {words}`: seconds of {given.steps} GRPO steps of the quickstart, "
-        f"alone and beside {given.loops} programs that compute without end; medians and ranges of "
+        f"`python benchmarks/busy_machine.py {words}`: seconds of {given.steps} GRPO steps of the "
+        f"quickstart, alone and beside {given.loops} programs that compute without end; medians and ranges of "
         f"{given.rounds} runs in turn, {os.cpu_count()} cores, {platform.system()} {platform.release()}, "
         f"torch {version('torch')}.",
         "",
