@@ -110,8 +110,8 @@ def page(times: Mapping[tuple[str, int], list[float]], names: list[str], given: 
         "# A busy machine",
         "",
         f"`python benchmarks/busy_machine.py {words}`: seconds of {given.steps} GRPO steps of the "
-        f"quickstart, alone and beside {given.loops} programs that compute without end; medians and ranges of "
-        f"{given.rounds} runs in turn, {os.cpu_count()} cores, {platform.system()} {platform.release()}, "
+        f"quickstart, alone and beside {given.loops} programs that compute without end; medians and ranges "
+        f"of {given.rounds} runs in turn, {os.cpu_count()} cores, {platform.system()} {platform.release()}, "
         f"torch {version('torch')}.",
         "",
         f"| variant | alone | beside {given.loops} loops | ratio |",
