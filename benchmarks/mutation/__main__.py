@@ -1,6 +1,8 @@
-"""Mutation testing: random mutants of the package and plugins, each run against the tests of its line.
+r"""Mutation testing: random mutants of the package and plugins, each run against the tests of its line.
 
     python benchmarks/mutation --mutants 300 --seed 20261124
+    python benchmarks/mutation --mutants 300 --seed 7 --within rillflow/controller rillflow/workers \
+        --tests tests/unit tests/simulation --lines L.jsonl
 
     package, plugins ─ parse ─> lines that can be changed ─ seeded draw ─> mutants
     tests ── once, under coverage ─> tests by line (coverage_map.py)
@@ -8,9 +10,9 @@
           └─> a line in results/mutation.jsonl ─> the page results/mutation.md (page.py)
 
 Started again with the same seed on the same commit, the study continues where it stopped. The JSONL holds one
-study: every line has its commit and seed. `--again` tries survivors on the current code and does not change
-the JSONL. `--page` only writes the page. results/mutation_equivalent.toml gives the reasons for equivalent
-mutants.
+study: every line has its commit, seed and paths. `--again` tries survivors on the current code and does not
+change the JSONL. `--page` only writes the page, beside the JSONL. NAME_equivalent.toml beside it gives the
+reasons for equivalent mutants.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = ("rillflow", "plugins", "tests")
 """Folders of code and tests."""
-LINES, PAGE = RESULTS / "mutation.jsonl", RESULTS / "mutation.md"
+LINES = RESULTS / "mutation.jsonl"
 
 
 def main() -> None:
@@ -43,7 +45,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--source", type=Path, default=ROOT, help="the checkout that is studied")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "mutation", help="copies and coverage")
-    parser.add_argument("--lines", type=Path, default=LINES, help="results, one line a mutant")
+    parser.add_argument(
+        "--within", nargs="*", default=[], metavar="PATH", help="only mutants of these files and folders"
+    )
+    parser.add_argument(
+        "--tests", nargs="*", default=[*CPU_LIMIT_S], metavar="FOLDER", help="only tests of these folders"
+    )
+    parser.add_argument(
+        "--lines", type=Path, default=LINES, help="results, one line a mutant; the page stands beside them"
+    )
     parser.add_argument("--part", default="0/1", help="try every Nth mutant: 0/2 and 1/2 share a study")
     parser.add_argument(
         "--patience", type=float, default=4.0, help="time limits times this, on a busy machine"
@@ -54,8 +64,9 @@ def main() -> None:
     if not given.page:
         run(given)
     if not given.again:
-        equivalent = tomllib.loads((RESULTS / "mutation_equivalent.toml").read_text())
-        PAGE.write_text(page(lines_of(LINES), equivalent))
+        argued = given.lines.with_name(f"{given.lines.stem}_equivalent.toml")
+        equivalent = tomllib.loads(argued.read_text() if argued.exists() else "")
+        given.lines.with_suffix(".md").write_text(page(lines_of(given.lines), equivalent))
 
 
 def run(given: argparse.Namespace) -> None:
@@ -66,7 +77,7 @@ def run(given: argparse.Namespace) -> None:
     texts, runner = texts_of(copy), Runner(copy)
     tests = [
         str(path.relative_to(copy))
-        for folder in CPU_LIMIT_S
+        for folder in given.tests
         for path in sorted((copy / folder).rglob("test_*.py"))
     ]
     coverage = measured(runner, tests, given.folder / "coverage", backwards=bool(part % 2))
@@ -78,7 +89,7 @@ def run(given: argparse.Namespace) -> None:
         stale = {(line["commit"], line["seed"]) for line in known} - {(commit, given.seed)}
         if stale:
             raise SystemExit(f"{given.lines} holds the study {stale.pop()}: move it away to begin another")
-        drawn = draw(texts, given.mutants, given.seed)
+        drawn = draw(within(texts, given.within), given.mutants, given.seed)
         places = {mutant.name: place for place, mutant in enumerate(drawn)}
         tried_names = {line["name"] for line in known}
         drawn = [mutant for mutant in drawn[part::parts] if mutant.name not in tried_names]
@@ -88,8 +99,21 @@ def run(given: argparse.Namespace) -> None:
         print(f"{number}/{len(drawn)} {told}", flush=True)
         if not given.again:
             place = places[mutant.name]
-            write({"commit": commit, "seed": given.seed, "place": place, **line}, given.lines)
+            study_of = {"commit": commit, "seed": given.seed, "within": given.within}
+            write({**study_of, "place": place, **line}, given.lines)
     runner.close()
+
+
+def within(texts: dict[str, str], paths: list[str]) -> dict[str, str]:
+    """Return the texts of the files at or below some paths from the root; all without paths."""
+    chosen = {
+        file: text
+        for file, text in texts.items()
+        if not paths or any(Path(file).is_relative_to(path) for path in paths)
+    }
+    if not chosen:
+        raise SystemExit(f"no file of the package or of a plugin is at or below {', '.join(paths)}")
+    return chosen
 
 
 def write(line: dict[str, object], path: Path) -> None:

@@ -30,7 +30,13 @@ from pytest_runs import Runner
 from studied import files as files_of_code
 from studied import is_studied, own_tests
 
-CPU_LIMIT_S = {"tests/unit": 2.5, "plugins": 2.5, "tests/flows": 15.0, "tests/distributed": 15.0}
+CPU_LIMIT_S = {
+    "tests/unit": 2.5,
+    "plugins": 2.5,
+    "tests/simulation": 15.0,
+    "tests/flows": 15.0,
+    "tests/distributed": 15.0,
+}
 """CPU seconds under coverage after which a test of a folder is a slow witness."""
 SLOW = 2.0
 """Assumed CPU time of a slow witness, in limits."""

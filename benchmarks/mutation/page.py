@@ -10,7 +10,7 @@ from typing import Any
 
 HEAD = """# Mutation study
 
-<!-- written by python benchmarks/mutation --page from mutation.jsonl and mutation_equivalent.toml -->
+<!-- written by python benchmarks/mutation --page from the JSONL and TOML files of its name -->
 """
 
 
@@ -29,11 +29,14 @@ def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
     argued = [line for line in lines if not line["seen_by"] and line["name"] in equivalent]
     seen = sum(bool(line["seen_by"]) for line in counted)
     low, high = interval(seen, len(counted))
-    commit, seed = lines[0]["commit"], lines[0]["seed"]
+    commit, seed, paths = lines[0]["commit"], lines[0]["seed"], lines[0].get("within", [])
     out = [
         HEAD,
-        f"Commit {commit}, `python benchmarks/mutation --mutants {len(lines)} --seed {seed}`:",
-        f"{len(lines)} random mutants of the package and its plugins, each tried once."
+        f"Commit {commit}, `python benchmarks/mutation --mutants {len(lines)} --seed {seed}"
+        + "".join(f" {each}" for each in ["--within", *paths] if paths)
+        + "`:",
+        f"{len(lines)} random mutants of {', '.join(paths) or 'the package and its plugins'},"
+        + " each tried once."
         + (
             f" ({ahead} later ones of the draw were tried before their turn and do not count.)"
             if ahead

@@ -313,7 +313,12 @@ class SimulatedBackend(Backend):
         self._at(sent, lambda: None)
         for place, rank in self._ranks.items():
             call.readable[place] = now if rank is here else self._passes(rank, sent)
-            self._at(call.readable[place], lambda rank=rank: self._begin(rank))  # type: ignore[misc]
+            self._at(call.readable[place], partial(self._arrived, place))
+
+    def _arrived(self, place: Place) -> None:
+        """Begin a call that waited for a result, also of a process that replaced the one it was sent to."""
+        if place in self._ranks:
+            self._begin(self._ranks[place])
 
     def _passes(self, rank: _Rank, now: float) -> float:
         """Return when a message that is sent now has passed between a rank and the others."""

@@ -8,6 +8,8 @@ undisturbed run of the same settings under another schedule.
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from typing import Any
 
 from rillflow.controller.decisions import Event, decisions_of
 from rillflow.errors import Interrupted, RillflowError, Signalled
+from rillflow.workers.backend import Place, RankDied
 from tests.simulation.backend import HEALTH_S, SimulatedBackend
 from tests.simulation.disk import FakeDisk
 from tests.simulation.oracle import Result, differences, lines_of, lost_steps, measured, problems, result
@@ -38,6 +41,9 @@ KINDS = {
     "disk error": 1,
 }
 """Faults with their relative frequency; faults without a rank or disk in their name hit the driver."""
+DISK_ERRORS = [os.strerror(code) for code in (errno.ENOSPC, errno.EIO)]
+LATE = ("has not answered", "did not finish")
+"""Words of the errors of a wait that ended at its deadline."""
 FINISHED = "finished"
 KILLED = "the driver was killed"
 AT_ONCE = "the second signal ended it at once"
@@ -85,12 +91,32 @@ class Outcome:
 class Excuses:
     """Outcomes of a start that its faults excuse."""
 
-    may_fail: bool = False
-    """True if an error may end the start."""
+    disk_fails: bool = False
+    """True if a write may have failed."""
+    losses: list[Place] = field(default_factory=list)
+    """Ranks that were killed, or were cut off for so long that they count as dead."""
+    is_late: bool = False
+    """True if a rank may have kept another one waiting beyond the deadline."""
     may_stop: bool = False
     """True if the start may end on request."""
     is_power: bool = False
     """True if the machine lost its power."""
+
+    @property
+    def may_lose(self) -> bool:
+        """Whether rows, rollouts or an evaluation may be lost, as the start may have met an error."""
+        return self.disk_fails or bool(self.losses) or self.is_late
+
+    def explains(self, error: RillflowError, scenario: Scenario) -> bool:
+        """Return whether a fault explains that this error ended the start.
+
+        A dead rank explains only a ``RankDied``, and only if more ranks died than ``run.restarts``.
+        """
+        if any(code in str(error) for code in DISK_ERRORS):
+            return self.disk_fails
+        if isinstance(error, RankDied):
+            return self.may_stop or len(self.losses) > scenario.restarts
+        return self.is_late and any(words in error.what for words in LATE)
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -116,7 +142,7 @@ def scenario_of(seed: int) -> Scenario:
         has_scorer=chance.random() < 0.7,
         has_reference=more.random() < 0.25,
         oversampling=1.5 if more.random() < 0.5 and kind == "in order" else 1.0,
-        restarts=more.choice([0, 0, 1, 2]),
+        restarts=more.choice([0, 1, 1, 2]),
     )
 
 
@@ -176,7 +202,7 @@ class Play:
         if world.is_fresher and not self._is_excused and world.attempts == 1:
             outcome.problems.append("rows sampled ahead were lost without a lost rank")
         self._is_fresher |= world.is_fresher
-        self._is_excused |= excuses.may_fail
+        self._is_excused |= excuses.may_lose
         self.is_over = end == FINISHED or bool(outcome.problems)
 
     def judge(self, whole: Result) -> None:
@@ -235,7 +261,7 @@ class Play:
                 found.append(f"a start stopped without a signal: {error}")
             return f"stopped: {error}"
         except RillflowError as error:
-            if not excuses.may_fail:
+            if not excuses.explains(error, world.scenario):
                 found.append(f"a start ended without a fault that explains it: {error}")
             return f"{ERROR}{error}"
         except Exception as error:  # noqa: BLE001  any other error is a fault of the code under test
@@ -258,7 +284,7 @@ class Play:
             world.interruption.receive(SIGTERM)
         elif kind in ("full disk", "disk error"):
             timeline.fault(kind)
-            excuses.may_fail = True
+            excuses.disk_fails = True
             world.disk.is_full |= kind == "full disk"
             world.disk.fails_once |= kind == "disk error"
         elif world.backend.places:
@@ -271,13 +297,15 @@ class Play:
         seconds = self._chance.choice([0.05, 1.0, 20.0, 100.0, 2 * DEADLINE_S])
         timeline.fault(f"{kind} {place}" + ("" if kind == "kill rank" else f" for {seconds} s"))
         if kind == "kill rank":
-            excuses.may_fail = True
+            excuses.losses.append(place)
             backend.kill(place)
         elif kind == "stop rank":
-            excuses.may_fail |= seconds > DEADLINE_S
+            excuses.is_late |= seconds > DEADLINE_S
             backend.stop(place, seconds)
         else:
-            excuses.may_fail |= seconds > HEALTH_S
+            excuses.is_late |= seconds > DEADLINE_S
+            if seconds > HEALTH_S:
+                excuses.losses.append(place)
             backend.cut(place, seconds)
 
 

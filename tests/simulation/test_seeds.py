@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 
-from tests.simulation.seeds import FINISHED, KILLED, Play, folder, ran, undisturbed
+from tests.simulation.seeds import FINISHED, KILLED, Play, folder, ran, settled, undisturbed
 from tests.simulation.world import Scenario
 
 SCENARIOS = {
@@ -68,3 +69,21 @@ def test_crash_equivalence_for_a_death_at_every_event(name: str, kind: str, shar
                 play.start([])
             play.judge(whole)
             assert not play.outcome.problems, f"event {event}: {play.outcome.story[-3000:]}"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [*SCENARIOS, "one replica"])
+@pytest.mark.parametrize("share", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 100))])
+def test_a_rank_that_dies_at_any_event_is_repaired_while_a_restart_is_left(name: str, share: int) -> None:
+    """The start that met the death ends in "finished", and the run passes the oracle."""
+    alone = replace(SCENARIOS["ready first"], replicas=1)
+    scenario = replace(SCENARIOS.get(name, alone), restarts=1)
+    events, whole = undisturbed(settled(scenario))
+    for event in range(1 + share, events + 1, 100):
+        with folder() as at:
+            play = Play(0, scenario, at, Random(f"{name} {event}"))
+            play.start([(event, "kill rank")])
+            story = play.outcome.story[-3000:]
+            assert play.outcome.starts[0].end == FINISHED, f"event {event}: {story}"
+            play.judge(whole)
+            assert not play.outcome.problems, f"event {event}: {story}"
