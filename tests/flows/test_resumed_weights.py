@@ -1,7 +1,7 @@
 """A stopped and resumed run has the bits of an undisturbed one: weights, training state and metrics.
 
-The matrix has everything that a run can train, and everything that its optimiser can keep. The clip binds before
-and after the stop, so the last bit of the gradient norm reaches every weight.
+The matrix has everything that a run can train, and everything that its optimiser can keep. The clip binds
+before and after the stop, so the last bit of the gradient norm reaches every weight.
 """
 
 from __future__ import annotations
