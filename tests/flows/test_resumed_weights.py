@@ -220,6 +220,7 @@ def test_a_run_that_was_killed_equals_the_undisturbed_one(folder: Path, tmp_path
     more = tuple(word for each in settings for word in ("--set", each))
     whole = begin(folder / "grpo.toml", tmp_path / "whole", *settings)
     killed = tmp_path / "killed"
+    (folder / "held").unlink(missing_ok=True)  # of the case before
     ended_in_the_middle(folder / "grpo.toml", killed, 3, signal.SIGKILL, more=("--quiet", *more))
     assert 1 <= len(numbers(killed)) < 4
     again = Command(
