@@ -58,7 +58,7 @@ def row_comparisons(function: FunctionPath) -> list[RowComparison]:
     if function.address:
         return []
     known = dict(_functions(function))
-    start = known.get(function.name) or known.get("__call__")
+    start = known.get(_started(function)) or known.get("__call__")
     if start is None:
         return []
     names = {each.arg for each in _parameters(start)} - {"self", *_LOGS}
@@ -83,6 +83,18 @@ def _functions(function: FunctionPath) -> Iterator[tuple[str, Function]]:
                 if module and file.is_file() and file != function.file:
                     yield from _defined(_parsed(None, file))
     yield from _defined(tree)
+
+
+def _started(function: FunctionPath) -> str:
+    """Return the name of the function that is called: of a ``partial`` it is the first argument."""
+    tree = _parsed(function.text.encode() if function.text else None, function.file)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and function.name in {ast.unparse(each) for each in node.targets}:
+            if isinstance(node.value, ast.Name):
+                return node.value.id
+            if isinstance(node.value, ast.Call) and _last(node.value.func) == "partial" and node.value.args:
+                return _last(node.value.args[0])
+    return function.name
 
 
 def _parsed(text: bytes | None, file: Path) -> ast.Module:
