@@ -110,7 +110,7 @@ def _loss(recipe: Recipe) -> Iterator[str]:
     if isinstance(usual, PolicyLossConfig) and usual.aggregation != "sequence_mean":
         yield (
             'algorithm.loss.aggregation is "sequence_mean": a row\'s loss is divided by its own length, so '
-            f"long wrong answers cost less per token than short ones (docs/algorithms/dr_grpo.md). "
+            f"long wrong answers cost less per token than short ones. "
             f'Remove it for the default of {config.name}, "{usual.aggregation}"'
         )
 
