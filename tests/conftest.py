@@ -29,6 +29,7 @@ LONGEST_FIRST = (
     "tests/flows/test_disk_faults.py",
     "tests/flows/test_nothing_lost.py",
     "tests/flows/test_resume.py",
+    "tests/flows/test_resumed_weights.py",
     "tests/flows/test_chaos.py",
     "tests/distributed/test_sharded_generation.py",
     "tests/distributed/test_local_processes.py",

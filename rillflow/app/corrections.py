@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import OnlineConfig, SampledConfig
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
 
 DEFAULT: Correction = "tis"
 """Importance weight of off-policy tokens if the recipe names none and the sampler's clip does not apply."""
+
+
+_BIASES: Mapping[Correction, str] = {
+    "tis": "A bound limits the weight of a token",
+    "sequence_tis": "A bound limits the weight of a row",
+    "icepop": "Tokens beyond the bounds have no gradient",
+    "m2po": "Tokens beyond the limit have no gradient",
+    "topr": "Rows with advantages of at least 0 have weight 1, and a bound limits the others",
+}
+"""How each correction differs from the importance weight."""
 
 
 def with_correction(config: OnlineConfig, engine: str) -> OnlineConfig:
@@ -55,7 +66,8 @@ def correction_notes(recipe: Recipe) -> list[str]:
     if config.reads_sampler:
         return [
             f'{old}. algorithm.old_logprobs is "sampler": the clip bounds the ratio to the sampler, and no '
-            f'importance weight corrects the loss; algorithm.old_logprobs = "trainer" selects {DEFAULT}'
+            "importance weight corrects the loss. Tokens beyond the clip have no gradient, so the update is "
+            f'biased and shorter, and steadier; algorithm.old_logprobs = "trainer" selects {DEFAULT}'
         ]
     name = config.loss.correction
     if name == "none":
@@ -67,7 +79,8 @@ def correction_notes(recipe: Recipe) -> list[str]:
     low, high = config.loss.bounds
     return [
         f'{old}. algorithm.loss.correction = "{name}" with bounds [{low:g}, {high:g}] weighs the loss by '
-        'trainer / sampler; "none" turns that off'
+        f"trainer / sampler. {_BIASES[name]}, which biases the gradient (mismatch/bounded/share); "
+        '"none" turns the weights off'
     ]
 
 

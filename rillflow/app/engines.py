@@ -136,7 +136,7 @@ def _loosened(config: SampledConfig, engine: str) -> str:
         correction = config.loss.correction
         weighed = {
             "none": "nothing corrects the difference",
-            "tis": "truncated importance weights correct the difference",
+            "tis": "truncated importance weights correct the difference up to their bounds",
         }
         made_up = weighed.get(correction, "importance weights correct the difference")
         made_up += f" (algorithm.loss.correction is {correction})"

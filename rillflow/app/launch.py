@@ -29,6 +29,7 @@ from rillflow.app.resume import (
     keep_sources,
     require_possible,
     resolved,
+    shorter_phase,
     with_choices_of_run,
 )
 from rillflow.app.role_table import roles_of
@@ -292,7 +293,9 @@ def _train(
     recipe, task = facts.recipe, facts.task
     keep_sources(recipe, task, facts.base, run.path)
     keep_data(task, run.path)
-    checkpoint = at_newest_checkpoint(run, progress, partial(fresher_steps, recipe))
+    checkpoint = at_newest_checkpoint(
+        run, progress, lambda kept: fresher_steps(recipe, kept) + shorter_phase(recipe, run.changes)
+    )
     if checkpoint is None:
         shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
     shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)

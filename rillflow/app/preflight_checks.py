@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.app.bias_notes import bias_notes, look_at_comparisons
 from rillflow.app.check_report import Report
 from rillflow.app.code_checks import (
     look_at_agent,
@@ -91,6 +92,7 @@ def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
         _look_at_scorers,
         _look_at_machine,
         look_at_trackers,
+        look_at_comparisons,
         look_at_agent if runs_code else read_agent,
         *([look_at_environment] if runs_code else []),
         *([look_at_functions, look_at_costs] if runs_code else [say_left_out]),
@@ -138,8 +140,8 @@ def _look_at_engine(facts: RecipeFacts, report: Report) -> None:
 
 
 def _look_at_settings(facts: RecipeFacts, report: Report) -> None:
-    """Note the defaults of a sampler that runs ahead, and a multiplier that only negative costs satisfy."""
-    for notes_of in (pool_notes, correction_notes, bound_notes):
+    """Note defaults of a sampler that runs ahead, biases, and a multiplier that needs negative costs."""
+    for notes_of in (pool_notes, correction_notes, bound_notes, bias_notes):
         report.notes += notes_of(facts.recipe)
     settings = facts.recipe.algorithm.model_dump()
     if not settings.keys() >= {"cost_limit", "cost_margin"}:

@@ -288,6 +288,19 @@ def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
     )
 
 
+def shorter_phase(recipe: Recipe, changes: Iterable[Change]) -> str:
+    """Return a note on prompts that the end of a shorter phase chose; empty if there are none."""
+    config = recipe.algorithm
+    before = [change.old for change in changes if change.key == "algorithm.steps"]
+    if not before or not isinstance(config, SampledConfig) or config.begun[0] <= config.prompts_per_step:
+        return ""
+    return (
+        f"; with algorithm.oversample_prompts = {config.oversample_prompts:g}, the last of the "
+        f"{before[0]} steps left no prompt for later. A run of {config.steps} steps from the start trains "
+        "other prompts there, so its results differ"
+    )
+
+
 def after(step: int, change: Change) -> str:
     """Describe a change and the first step that it applies to."""
     return f"from step {step + 1} on, {change}"

@@ -131,6 +131,9 @@ def attach(module: Any, config: AdapterConfig) -> None:
     Without targets these are the linear layers of the body; a target may also name the vocabulary head. With
     a quantised base, all linear layers of the body are quantised, also those without an adapter.
 
+    Adapters are added in the order of the module's layers, whatever the order of the targets: the order of
+    ``named_parameters`` decides the last bit of sums over parameters, such as the global gradient norm.
+
     Raises:
         ModelError: the decoder has no such layer, or one that cannot be quantised.
     """
@@ -139,9 +142,9 @@ def attach(module: Any, config: AdapterConfig) -> None:
     within = {part for part in body.modules() if type(part) is nn.Linear} - {head}
     inside = {name: part for name, part in module.named_modules() if part in within}
     heads = {name: part for name, part in module.named_modules() if part is head and type(part) is nn.Linear}
-    chosen = {} if config.targets else inside
+    chosen = set() if config.targets else set(inside)
     for target in config.targets:
-        named = {name: part for name, part in (inside | heads).items() if f".{name}".endswith(f".{target}")}
+        named = {name for name in inside | heads if f".{name}".endswith(f".{target}")}
         if not named:
             ends = sorted({name.rpartition(".")[2] for name in inside})
             raise ModelError(
@@ -152,7 +155,8 @@ def attach(module: Any, config: AdapterConfig) -> None:
         chosen |= named
     for name, part in inside.items() if config.base != "full" else ():
         keep_quantised(part, FORMS[config.base], name)
-    for name, part in chosen.items():
+    for name in (name for name in inside | heads if name in chosen):  # in the module's order
+        part = module.get_submodule(name)
         owner, _, last = name.rpartition(".")
         adapter = Adapter(part, config, module.dtype)
         module.get_submodule(owner).register_module(f"{last}{ADAPTER}", adapter)

@@ -108,6 +108,24 @@ def test_steps_that_draw_again_or_ask_more_of_their_prompts_are_cut(tiny: Tiny, 
     assert len(ids) == len({*ids}) and len(ids) >= 12
 
 
+def test_a_run_that_is_trained_longer_says_that_its_last_steps_chose_other_prompts(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        assert tiny.run(name, *CUT, "algorithm.steps=3") == 0
+        capsys.readouterr()
+        assert tiny.run(name, *CUT, "algorithm.steps=5") == 0
+        said = capsys.readouterr().out
+        assert "with algorithm.oversample_prompts = 1.75, the last of the 3 steps left no prompt" in said
+    tiny.assert_same("one", "two")
+    assert tiny.run("long", *CUT, "algorithm.steps=5") == 0
+    assert rows(tiny, "long") != rows(tiny, "one"), "the note is needed"
+    assert tiny.run("plain", CUT[1], "algorithm.steps=3") == 0
+    capsys.readouterr()
+    assert tiny.run("plain", CUT[1], "algorithm.steps=5") == 0
+    assert "left no prompt" not in capsys.readouterr().out
+
+
 def test_a_plan_that_begins_more_than_it_trains_is_run(tiny: Tiny) -> None:
     (tiny.folder / "plan.toml").write_text(
         """name = "grpo"

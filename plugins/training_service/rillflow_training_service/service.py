@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,6 +31,18 @@ KEPT = 3
 """Snapshots of one model that stay in memory."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SnapshotFile:
+    """A snapshot that was moved to a file."""
+
+    key: str
+    """Key of the snapshot, with the version of its weights."""
+    shape: Shape | None
+    """Shape of the adapter."""
+    path: Path
+    """The file, which has no other weights at any time."""
+
+
 class Service:
     """Trained adapters and snapshots.
 
@@ -42,7 +55,7 @@ class Service:
     def __init__(self, base: SharedBase, sampler: SnapshotSampler, checkpoints: Checkpoints) -> None:
         self.base, self.sampler, self.checkpoints = base, sampler, checkpoints
         self._tenants: dict[str, Tenant] = {}
-        self._snapshots: dict[str, dict[str, Snapshot | Path]] = {}
+        self._snapshots: dict[str, dict[str, Snapshot | SnapshotFile]] = {}
         """Snapshots of each model, by key, the oldest first."""
         self._read: dict[str, Snapshot] = {}
         """Snapshots of checkpoints, by key, the oldest first."""
@@ -110,8 +123,10 @@ class Service:
         tenant = self._tenant(model)
         copies = {name: each.detach().clone() for name, each in tenant.weights.items()}
         held = self._snapshots.setdefault(model, {})
-        held.pop(key, None)
-        held[key] = Snapshot(key=f"{model} {key} {tenant.version}", shape=tenant.shape, weights=copies)
+        before = held.pop(key, None)
+        if isinstance(before, SnapshotFile):
+            before.path.unlink(missing_ok=True)
+        held[key] = Snapshot(key=tenant.key, shape=tenant.shape, weights=copies)
         in_memory = [each for each, one in held.items() if isinstance(one, Snapshot)]
         for old in in_memory[:-KEPT]:
             held[old] = self._spill(model, old, held[old])
@@ -136,9 +151,8 @@ class Service:
                 why="its session has ended, or its model was unloaded",
                 fix="sample from a checkpoint of save_weights_for_sampler",
             )
-        if isinstance(found, Path):
-            shape = self._tenant(model).shape
-            found = Snapshot(key=f"{model} {key}", shape=shape, weights=load_file(found))
+        if isinstance(found, SnapshotFile):
+            return Snapshot(key=found.key, shape=found.shape, weights=load_file(found.path))
         return found
 
     def snapshot_at(self, path: CheckpointPath) -> Snapshot:
@@ -177,14 +191,14 @@ class Service:
     def _spilled(self, model: str) -> Path:
         return self.checkpoints.root / quote(model, safe="") / "snapshots"
 
-    def _spill(self, model: str, key: str, snapshot: Snapshot | Path) -> Path:
-        """Move a snapshot to a file."""
+    def _spill(self, model: str, key: str, snapshot: Snapshot | SnapshotFile) -> SnapshotFile:
+        """Move a snapshot to a file of its own: a batch may still read the file of an earlier one."""
         assert isinstance(snapshot, Snapshot)
-        path = self._spilled(model) / f"{quote(key, safe='')}.safetensors"
+        path = self._spilled(model) / f"{quote(f'{key} {snapshot.key}', safe='')}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         weights: Mapping[str, Tensor] = {name: each.cpu() for name, each in snapshot.weights.items()}
         save_file(dict(weights), path)
-        return path
+        return SnapshotFile(key=snapshot.key, shape=snapshot.shape, path=path)
 
 
 def _told(shape: Shape) -> str:

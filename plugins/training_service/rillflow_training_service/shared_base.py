@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ class SharedBase:
         """Whether logits are just the product of last hidden states and the head's weight."""
         self._slots: dict[Shape, _Slot] = {}
         self._inside: _Slot | None = None
+        self._versions = count(1)
         self.module.requires_grad_(False)
 
     @property
@@ -123,6 +125,13 @@ class SharedBase:
             )
         return tuple(sorted(chosen))
 
+    def new_version(self) -> int:
+        """Return a number that no weights on this base have had, for the key of ``enter``.
+
+        Every change of a client's weights takes a new one, also in a model with the name of an earlier one.
+        """
+        return next(self._versions)
+
     def names(self, shape: Shape) -> dict[str, torch.Size]:
         """Return the shapes of the adapters' parameters, by name."""
         return {name: each.shape for name, each in self._slot(shape).parameters.items()}
@@ -134,7 +143,7 @@ class SharedBase:
 
         Args:
             shape: shape of the adapters; None for the base alone.
-            key: equal keys stand for equal weights, which are not copied again.
+            key: equal keys stand for equal weights, which are not copied again; see ``new_version``.
             weights: the adapters' weights by name.
         """
         slot = None if shape is None else self._slot(shape)

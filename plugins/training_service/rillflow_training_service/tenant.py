@@ -1,6 +1,6 @@
 """Tenant: a client's adapter, with its gradient, its moments and its steps.
 
-    forward_backward ─> gradient, added up ─ optim_step ─> clipped ─ AdamW ─> weights, version + 1
+    forward_backward ─> gradient, added up ─ optim_step ─> clipped ─ AdamW ─> weights, new version
 
 An optimiser step applies whole requests or nothing: after a failed forward_backward the next optim_step is
 refused and the gradient is dropped.
@@ -74,14 +74,14 @@ class Tenant:
     """Seed of its first weights and of its samples."""
     weights: dict[str, nn.Parameter]
     """Weights of the adapter in float32, by name."""
+    version: int
+    """Number of the present weights, which no other weights on the base have had."""
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """AdamW's state by name."""
     gradient: dict[str, Tensor] = field(default_factory=dict)
     """Sum of the gradients since the last step."""
     steps: int = 0
     """Optimiser steps so far."""
-    version: int = 0
-    """Number of changes of the weights."""
     failed: RillflowError | None = None
     """Error of a forward_backward since the last step."""
 
@@ -91,11 +91,17 @@ class Tenant:
         made = dict[str, nn.Parameter]()
         for key, size in base.names(shape).items():
             made[key] = nn.Parameter(drawn(key, key.partition(f"{ADAPTER}.")[2], size, seed).to(base.device))
-        return Tenant(name=name, base=base, shape=shape, seed=seed, weights=made)
+        version = base.new_version()
+        return Tenant(name=name, base=base, shape=shape, seed=seed, weights=made, version=version)
+
+    @property
+    def key(self) -> str:
+        """Name of the present weights; equal names stand for equal weights."""
+        return f"{self.name} {self.version}"
 
     def enter(self) -> Mapping[str, nn.Parameter]:
         """Let the base run with this adapter; return the parameters there."""
-        return self.base.enter(self.shape, (self.name, self.version), self.weights)
+        return self.base.enter(self.shape, self.key, self.weights)
 
     def run(
         self, data: list[Datum], loss: NamedLoss, settings: Mapping[str, float], *, learns: bool
@@ -139,7 +145,8 @@ class Tenant:
                 fix="send the forward_backward again, and then optim_step",
             )
         params.check()
-        norm = nn.utils.get_total_norm(list(gradient.values())) if gradient else torch.zeros(())
+        ordered = [gradient[name] for name in self.weights if name in gradient]  # whatever came first
+        norm = nn.utils.get_total_norm(ordered) if ordered else torch.zeros(())
         length = float(norm)
         if not math.isfinite(length):
             raise NotFiniteError(
@@ -151,9 +158,9 @@ class Tenant:
             self.weights[name].grad = each
         if params.grad_clip_norm and length > params.grad_clip_norm:
             nn.utils.clip_grads_with_norm_(self.weights.values(), params.grad_clip_norm, norm)
+        self.version = self.base.new_version()
         self._apply(params)
         self.steps += 1
-        self.version += 1
         return {"grad_norm:mean": length, "learning_rate:mean": params.learning_rate}
 
     def _apply(self, params: AdamParams) -> None:
@@ -186,12 +193,12 @@ class Tenant:
                 there: dict[str, Any] = {kind: each for kind, each in kept.items() if each is not None}
                 if there:
                     moments[name] = {kind: each.clone().to(self.base.device) for kind, each in there.items()}
+        self.version = self.base.new_version()
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(weights[name])
         self.moments, self.steps = moments, steps
         self.gradient, self.failed = {}, None
-        self.version += 1
 
     def _require_same(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in self.weights.items():

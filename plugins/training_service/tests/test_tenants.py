@@ -21,7 +21,7 @@ from rillflow.records.rollout import Rollout
 from rillflow_training_service.checkpoints import About, CheckpointPath, now
 from rillflow_training_service.losses import LOSSES
 from rillflow_training_service.sampling import SampleRequest, sampling_of, stop_of
-from rillflow_training_service.service import Service
+from rillflow_training_service.service import KEPT, Service
 from rillflow_training_service.shared_base import Shape
 from rillflow_training_service.tenant import AdamParams
 
@@ -254,6 +254,77 @@ def test_forgotten_snapshots_are_read_from_files(shared: Service) -> None:
     shared.release("a")
     with pytest.raises(DataError, match="no longer there"):
         shared.snapshot_of("a", "k0")
+
+
+def learned(service: Service, model: str) -> None:
+    service.forward_backward(asked(model, [weighted([1, 2, 3, 4], 1)]))
+    service.optim_step(model, STEP)
+
+
+def scored(service: Service, model: str, key: str) -> Tensor:
+    """Return the log probabilities of a prompt under kept weights."""
+    request = sample_request(lambda _: None, key, count=1, prompt=[1, 2, 3, 4], wants_prompt=0)
+    found = service.sample(service.snapshot_of(model, key), request)
+    run_all(service)
+    assert found is not None
+    return found[1:]
+
+
+def kept_in_file(service: Service, model: str, key: str) -> None:
+    """Keep weights under a key, and then so many others that they move to a file."""
+    service.snapshot(model, key)
+    for number in range(KEPT):
+        service.snapshot(model, f"other {number}")
+
+
+def test_sampling_after_a_step_takes_the_weights_that_were_read_from_a_file(shared: Service) -> None:
+    """Between the two requests only the trainer uses the base."""
+    shared.create("a", SMALL, seed=0)
+    kept_in_file(shared, "a", "inflight")
+    shared.forward_backward(asked("a", [weighted([1, 2, 3, 4], 1)]))
+    before = scored(shared, "a", "inflight")
+    shared.optim_step("a", STEP)
+    kept_in_file(shared, "a", "inflight")
+    newer = scored(shared, "a", "inflight")
+    shared.snapshot("a", "in memory")
+    assert torch.equal(newer, scored(shared, "a", "in memory")) and not torch.equal(newer, before)
+    shared.release("a")
+
+
+def test_a_batch_that_runs_keeps_its_weights_while_its_key_gets_new_ones(shared: Service) -> None:
+    """The same requests, once one after the other and once with the second during the first."""
+    told: list[list[list[Rollout]]] = []
+    for is_during in (False, True):
+        answers: list[list[Rollout]] = []
+        shared.create("a", SMALL, seed=0)
+        kept_in_file(shared, "a", "inflight")
+        for name in ("first", "second"):
+            request = sample_request(
+                answers.append, name, count=2, prompt=[1, 2], params={"max_tokens": 12, "stop": [0]}
+            )
+            shared.sample(shared.snapshot_of("a", "inflight"), request)
+            if not is_during:
+                run_all(shared)
+            learned(shared, "a")
+            kept_in_file(shared, "a", "inflight")
+        run_all(shared)
+        told.append(answers)
+        shared.release("a")
+    one, other = ([[(row.tokens, row.logprobs) for row in rows] for rows in each] for each in told)
+    assert sorted(one) == sorted(other) and one[0] != one[1]
+
+
+def test_a_model_with_the_name_of_an_earlier_one_has_its_own_weights(shared: Service) -> None:
+    """The gradient of a new adapter depends on its random half."""
+    found = dict[str, list[dict[str, Tensor]]]()
+    for names, seeds in ((("a", "a"), (1, 2)), (("b", "c"), (1, 2))):
+        for name, seed in zip(names, seeds, strict=True):
+            shared.create(name, SMALL, seed=seed)
+            shared.forward_backward(asked(name, [weighted([1, 2, 3, 4], 1)]))
+            found.setdefault(names[0], []).append(dict(shared._tenants[name].gradient))
+            shared.release(name)
+    one, other = ([[each[name].tolist() for name in each] for each in found[key]] for key in ("a", "b"))
+    assert one == other and one[0] != one[1]
 
 
 def test_losses_named_here_are_served() -> None:

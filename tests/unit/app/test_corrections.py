@@ -99,7 +99,7 @@ def test_the_samplers_own_log_probabilities_leave_nothing_to_correct() -> None:
     ("settings", "said"),
     [
         ([], ['old_logprobs is "sampler"', "the clip bounds the ratio"]),
-        (["algorithm.old_logprobs=trainer"], ['"tis" with bounds [0, 2]', '"none" turns that off']),
+        (["algorithm.old_logprobs=trainer"], ['"tis" with bounds [0, 2]', '"none" turns the weights off']),
         (["algorithm.loss.correction=m2po"], ['correction = "m2po" with bounds [0, 0.04]']),
         (["algorithm.loss.correction=none"], ["warning: ", 'correction is "none"', "clip never binds"]),
         (["algorithm.old_logprobs=sampler"], ['old_logprobs is "sampler"', "the clip bounds the ratio"]),

@@ -67,6 +67,30 @@ def test_a_new_adapter_says_what_its_base_says_and_is_all_that_is_trained(
     assert not any(is_adapter(name) for name, _ in load().module.named_parameters())
 
 
+def test_parameters_have_the_order_of_the_module_whatever_names_the_layers(
+    load: Callable[..., LanguageModel], tmp_path: Path
+) -> None:
+    """The order decides the last bit of the gradient norm; files and recipes name layers in any order."""
+
+    def names(model: LanguageModel) -> list[str]:
+        return [name for name, each in model.module.named_parameters() if each.requires_grad]
+
+    whole = load(rank=4)
+    save_model(whole, tmp_path / "saved")
+    layers = sorted({name.rpartition(".")[2] for name in adapted(whole.module)})
+    for targets in (layers, layers[::-1], ["mlp.down_proj", *layers], layers[3:] + layers[:3]):
+        assert names(load(rank=4, targets=tuple(targets))) == names(whole)
+    assert names(load(tmp_path / "saved")) == names(whole)
+    some = load(rank=4, targets=("up_proj", "q_proj", "v_proj"))
+    save_model(some, tmp_path / "some")
+    inside = [
+        name
+        for name in names(whole)
+        if any(f".{each}_adapter." in name for each in ("q_proj", "v_proj", "up_proj"))
+    ]
+    assert names(load(tmp_path / "some")) == names(some) == inside
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_reads_what_was_saved_and_says_the_same(
     load: Callable[..., LanguageModel], tmp_path: Path, base: Path, kind: str

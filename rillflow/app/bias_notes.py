@@ -1,0 +1,156 @@
+"""Bias notes: warn of settings with which training follows another gradient than the policy's own.
+
+    recipe ─┬─ cuts, penalties, another temperature ─ rows are not samples of the policy that is trained
+            ├─ rows that end first, groups dropped ── short answers are favoured
+            ├─ keys and values of old weights ─────── log probabilities of no weights
+            └─ a mean of each row alone ───────────── long wrong answers are cheap
+    rewards ── compare rows, and are called with a part of them
+
+Every page that admits a bias has its warning here, or in ``corrections`` where it belongs to stale rows. Each
+note gives the value, the reason and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rillflow.algorithms.config import OnlineConfig, SampledConfig, is_ready_first
+from rillflow.errors import RewardError
+from rillflow.formulas.config import PolicyLossConfig
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.row_comparison import row_comparisons
+from rillflow.rewards.text_execution import is_shut_in
+from rillflow.rollout.config import SamplingConfig, answering
+
+if TYPE_CHECKING:
+    from rillflow.app.check_report import Report
+    from rillflow.app.facts import RecipeFacts
+    from rillflow.app.recipe import Recipe
+
+_RESTRICTS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Settings that change the distribution of sampled tokens, but not the recorded log probabilities."""
+_BUILT_IN = Path(__file__).parents[1] / "rewards" / "built_in"
+
+
+def bias_notes(recipe: Recipe) -> list[str]:
+    """Return a warning for each setting of the recipe that biases training."""
+    notes = [f"warning: {note}" for notes_of in (_sampling, _rows, _loss) for note in notes_of(recipe)]
+    return [*dict.fromkeys(notes)]
+
+
+def look_at_comparisons(facts: RecipeFacts, report: Report) -> None:
+    """Warn of rewards and costs that compare rows, and are called with a part of them; reads their source."""
+    if facts.recipe.has_policy:
+        for role, functions in (("reward", facts.functions), ("cost", facts.costs)):
+            for function in functions:
+                report.notes += _comparison(function, facts.recipe, role)
+
+
+def _sampling(recipe: Recipe) -> Iterator[str]:
+    """Yield notes on training rows that are not samples of the trained policy."""
+    usual, rollout = vars(SamplingConfig()), recipe.rollout
+    for args, options in recipe.chosen.listened(recipe.algorithm).calls.get("policy.generate", []):
+        own = answering(args[1:], options).get("sampling")
+        used, owner = (rollout, "rollout.") if own is None else (own, "sampling of policy.generate: ")
+        given = {name: vars(used)[name] for name in _RESTRICTS}
+        changed = [f"{owner}{name} is {value:g}" for name, value in given.items() if value != usual[name]]
+        if changed:
+            yield (
+                f"{' and '.join(changed)}: the training rows are not samples of the policy, whose log "
+                "probabilities cover the whole vocabulary. Nothing corrects the difference, so "
+                f"{_harm(recipe)}. Remove {'it' if len(changed) == 1 else 'them'} in training; "
+                "rollout.temperature below 1 makes unlikely tokens rarer too, and the trainer uses it"
+            )
+        if used.temperature != rollout.temperature:
+            yield (
+                f"{owner}temperature is {used.temperature:g}, and the trainer reads the rows at "
+                f"rollout.temperature = {rollout.temperature:g}, so {_harm(recipe)}. Set both to one value"
+            )
+
+
+def _harm(recipe: Recipe) -> str:
+    if isinstance(recipe.algorithm, OnlineConfig) or not isinstance(recipe.algorithm, SampledConfig):
+        return "the gradient is biased"
+    return f"{recipe.algorithm.name} learns from another distribution than the policy's"
+
+
+def _rows(recipe: Recipe) -> Iterator[str]:
+    """Yield notes on the choice of training rows, and on their log probabilities."""
+    config = recipe.algorithm
+    if not isinstance(config, SampledConfig):
+        return
+    if config.begun[1] > config.samples_per_prompt:
+        yield (
+            f"algorithm.oversample_samples is {config.oversample_samples:g}: a step trains the "
+            f"{config.samples_per_prompt} of {config.begun[1]} rows of a prompt that end first, so short "
+            "answers are favoured and the longest are never trained. algorithm.oversample_prompts trains "
+            "every prompt"
+        )
+    if is_ready_first(config) and config.freshness and config.on_stale == "drop":
+        yield (
+            'algorithm.on_stale is "drop": a group that became too old is sampled again, which happens most '
+            'often to long rows and slow rewards, so short answers are favoured. "wait" trains every group'
+        )
+    if recipe.rollout.keep_cache:
+        yield (
+            "rollout.keep_cache is true: a row that continues with new weights keeps the keys and values of "
+            "the old ones, so its log probabilities are those of no weights, and no correction covers the "
+            "error. Remove it; the keys and values are then computed again"
+        )
+
+
+def _loss(recipe: Recipe) -> Iterator[str]:
+    """Yield a note on an aggregation that the recipe chose against the algorithm's own."""
+    config = recipe.algorithm
+    if not isinstance(config, OnlineConfig) or config.loss.aggregation != "sequence_mean":
+        return
+    usual = type(config).model_fields["loss"].default
+    if isinstance(usual, PolicyLossConfig) and usual.aggregation != "sequence_mean":
+        yield (
+            'algorithm.loss.aggregation is "sequence_mean": a row\'s loss is divided by its own length, so '
+            f"long wrong answers cost less per token than short ones. "
+            f'Remove it for the default of {config.name}, "{usual.aggregation}"'
+        )
+
+
+def _comparison(function: FunctionPath, recipe: Recipe, role: str) -> Iterator[str]:
+    """Yield a note on a function that compares rows, if its calls have a part of the rows."""
+    if function.address or function.file.is_relative_to(_BUILT_IN):
+        return
+    places = row_comparisons(function)
+    divided = _division(function, recipe, role) if places else ""
+    if divided:
+        yield (
+            f"warning: {function} compares rows with each other ({places[0]}), and {divided}. Score each "
+            "answer alone: a group's baseline compares answers to a prompt. Or compare with [reward.judge]"
+        )
+
+
+def _division(function: FunctionPath, recipe: Recipe, role: str) -> str:
+    """Return how the rows of a step are divided into calls, and how to avoid that; empty for one call."""
+    reward, placement = recipe.reward, recipe.placement
+    try:
+        is_shut = is_shut_in(function, reward.sandbox)
+    except RewardError:  # reported where the function is tried
+        return ""
+    if is_shut:
+        return (
+            "the sandbox calls it with one row at a time, so a row meets only itself. If it runs no text of "
+            "an answer, reward.sandbox = false gives it all rows"
+        )
+    if reward.workers > 1 and not is_ready_first(recipe.algorithm):
+        return (
+            f"reward.workers is {reward.workers}: each child gets a share of the rows, which may divide the "
+            "answers to a prompt. reward.workers = 1 calls it with all rows"
+        )
+    ranks = placement.pools.get(placement.pool_of(role), 1)
+    chunks = recipe.rollout.stream_chunks
+    reasons = {
+        "ready first calls it with the answers to one prompt": is_ready_first(recipe.algorithm),
+        f"{ranks} ranks score, each the answers to some of a step's prompts": ranks > 1,
+        f"rollout.stream_chunks is {chunks}, so a call has the prompts of one chunk": chunks > 1,
+    }
+    there = [f"{why}: it must compare only these" for why, holds in reasons.items() if holds]
+    return there[0] if there else ""
