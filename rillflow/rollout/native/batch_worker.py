@@ -141,11 +141,22 @@ class BatchWorker:
         cache = rollout.cache
         if cache is not None:
             rollout = replace(rollout, cache=None)
+            if not self._config.keep_cache and _sampled_version(rollout) != self.version:
+                cache = None  # computed with other weights
         prefix = self._prefix(rollout)
         if cache is not None and (self._fixed_rows or len(prefix) - len(cache) <= FED_TOKENS):
             prefix = rollout.tokens[: len(cache)]
+        # With keep_cache, a cache may contain keys of older weights, whatever version sampled last.
+        is_private = self._config.keep_cache and cache is not None
         self._scheduler.add(
-            Sequence(rollout=rollout, sampling=chosen, prefix=prefix, limit=limit, cache=cache)
+            Sequence(
+                rollout=rollout,
+                sampling=chosen,
+                prefix=prefix,
+                limit=limit,
+                cache=cache,
+                is_private=is_private,
+            )
         )
 
     def abort(self, row: RowId) -> Rollout:
@@ -302,7 +313,9 @@ class BatchWorker:
                 check_fixed_shapes(self._module, shapes, self._fixed_rows)
             if self._config.replay_routing:
                 shapes[ROUTES] = route_shape(self._module, self._routers, self._dtype)
-            recorded = RecordedModule(self._module, shapes, self._record_after)
+            recorded = RecordedModule(
+                self._module, shapes, self._record_after, has_fixed_rows=self._fixed_rows is not None
+            )
             cache = Cache(shapes, self._device, self._dtype)
             self._runner = Runner(recorded, cache, self._fixed_rows)
             if self._config.cache_gib is not None:
@@ -376,6 +389,11 @@ def _sampled(rollout: Rollout) -> list[int]:
     """Return the sampled tokens of a row."""
     pairs = zip(rollout.tokens, rollout.loss_mask, strict=True)
     return [token for token, is_sampled in pairs if is_sampled]
+
+
+def _sampled_version(rollout: Rollout) -> int:
+    """Return the version of the weights that sampled the row's last token; -1 for a prompt alone."""
+    return next((version for version in reversed(rollout.versions) if version >= 0), -1)
 
 
 def _no_room(rows: int, config: RolloutConfig, error: RuntimeError) -> RolloutError:

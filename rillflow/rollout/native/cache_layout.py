@@ -19,6 +19,15 @@ While a bucket is reallocated, one of its layers is in memory twice. ``Cache.bud
 A cache row stays in the index until another row overwrites it, whether or not its own row still runs. So
 samples of a prompt, prompts with a common system prompt, and later turns of a conversation compute only the
 tokens that differ. The hashed names find a candidate; then its tokens are compared one by one.
+
+Invariant own-positions: a pass writes into a cache row only behind the tokens that the index offers of it.
+
+    a running row       its prefix when it is read, then the position that it feeds
+    a padding row       the next position of a running row (see ``cuda_graphs``)
+    an idle row         position 0 of a cache row that ``kept_rows`` leaves out, in deterministic mode
+
+Every offered cache row holds keys and values of the present weights: the index forgets all rows when the
+weights change, and rows that keep their cache then (``keep_cache``) are offered no more.
 """
 
 from __future__ import annotations

@@ -6,7 +6,16 @@
 
 On an H200 a pass of 128 rows of a 0.5B model takes 22 ms from Python and 6 ms as a graph. A graph has fixed
 shapes and addresses. So rows and positions are rounded up, and a change of the cache's memory discards the
-graphs. Additional rows write to places of the cache that no row uses, at position 0.
+graphs.
+
+Padding rows keep the invariant own-positions (see ``cache_layout``): they write where the bucket's first row
+writes in the next step, and it overwrites them before it reads that position.
+
+    bucket's first row   k k k k F . . .      k kept, F fed in this pass, P padding
+    padding              . . . . . P . .      all of it at one position, which no row reads
+    rows that have left  k k k k k k . .      unchanged: the prefix index offers them
+
+If the longest row of a bucket fills its last position, no position is free, and its rows are not rounded.
 
 A pass is rounded in the same way before its graph exists, and the first replay is compared with the module,
 bit by bit. If capturing fails, or bits differ, the module runs by itself from then on. So a graph changes no
@@ -50,6 +59,8 @@ class _Buffers:
     """Reads and writes of every bucket."""
     begins: dict[int, int]
     """Index of every bucket's first row."""
+    fed: dict[int, int]
+    """Rows of every bucket without padding in the last pass."""
 
     @staticmethod
     def of(shape: _Shape, device: torch.device) -> _Buffers:
@@ -59,21 +70,29 @@ class _Buffers:
                 read=torch.arange(reach, device=device),
                 positions=torch.zeros(rows, dtype=torch.int64, device=device),
                 filled=torch.zeros(3, 0, dtype=torch.int64, device=device),
+                rows=torch.arange(rows, device=device),
             )
             begins[name] = total
             total += rows
-        return _Buffers(
-            tokens=torch.zeros(total, dtype=torch.int64, device=device), segments=segments, begins=begins
-        )
+        tokens = torch.zeros(total, dtype=torch.int64, device=device)
+        fed = {name: rows for name, rows, *_ in shape}
+        return _Buffers(tokens=tokens, segments=segments, begins=begins, fed=fed)
 
     def fill(self, segments: Mapping[int, Segment], tokens: Tensor) -> None:
-        """Copy a pass into the first rows of every bucket."""
+        """Copy a pass into the first rows of every bucket, and aim the padding at its first row."""
         taken = 0
         for name, segment in segments.items():
-            rows, begin = segment.positions.shape[0], self.begins[name]
-            self.segments[name].positions[:rows].copy_(segment.positions)
-            self.tokens[begin : begin + rows].copy_(tokens[taken : taken + rows])
-            taken += rows
+            count, begin, own = segment.positions.shape[0], self.begins[name], self.segments[name]
+            own.positions[:count].copy_(segment.positions)
+            self.tokens[begin : begin + count].copy_(tokens[taken : taken + count])
+            taken += count
+            if count < len(own.positions):
+                own.positions[count:].copy_(segment.positions[0] + 1)
+            if count != self.fed[name]:
+                assert own.rows is not None
+                torch.arange(len(own.rows), out=own.rows)
+                own.rows[count:].zero_()
+                self.fed[name] = count
 
     def taken(self, segments: Mapping[int, Segment], logits: Tensor) -> Tensor:
         """Return a copy of the rows' logits."""
@@ -90,10 +109,12 @@ class GraphedPasses:
     Args:
         module: a transformers causal language model with Rillflow's attention.
         captures: whether to capture graphs; otherwise every pass is rounded and runs by itself.
+        rounds_rows: whether to round up rows; positions are always rounded.
     """
 
-    def __init__(self, module: nn.Module, *, captures: bool) -> None:
+    def __init__(self, module: nn.Module, *, captures: bool, rounds_rows: bool = True) -> None:
         self._module = module
+        self._rounds_rows = rounds_rows
         self._buffers: dict[_Shape, _Buffers] = {}
         self._graphs: dict[_Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._logits: dict[int, Tensor] = {}
@@ -102,21 +123,22 @@ class GraphedPasses:
 
     def forward(self, layers: _Layers, segments: Mapping[int, Segment], tokens: Tensor) -> Tensor:
         """Return [n, V] logits of a pass; see ``passes.forward``."""
-        shape = rounded(layers, segments)
-        buffers = self._buffers.get(shape)
+        shape = rounded(layers, segments, rounds_rows=self._rounds_rows)
+        key = (*shape, _lengths(layers, segments))
+        buffers = self._buffers.get(key)
         is_first = buffers is None
         if buffers is None:
             if len(self._buffers) >= MOST_GRAPHS:
                 self.release()
-            buffers = self._buffers[shape] = _Buffers.of(shape, tokens.device)
+            buffers = self._buffers[key] = _Buffers.of(shape, tokens.device)
         buffers.fill(segments, tokens)
-        graph = self._graphs.get(shape)
+        graph = self._graphs.get(key)
         if graph is not None:
             graph[0].replay()
             return buffers.taken(segments, graph[1])
         logits = forward(self._module, layers, buffers.segments, buffers.tokens)
         if not is_first and self._can_capture:
-            self._capture(shape, layers, buffers, logits)
+            self._capture(key, layers, buffers, logits)
         return buffers.taken(segments, logits)
 
     def release(self) -> None:
@@ -126,7 +148,7 @@ class GraphedPasses:
         self._logits.clear()
         self._pool = None
 
-    def _capture(self, shape: _Shape, layers: _Layers, buffers: _Buffers, expected: Tensor) -> None:
+    def _capture(self, key: _Shape, layers: _Layers, buffers: _Buffers, expected: Tensor) -> None:
         """Capture the pass that has just run, and keep the graph if it gives the same bits."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()  # one: only one graph runs at a time
         graph, logits = torch.cuda.CUDAGraph(), self._logits.setdefault(len(expected), expected.clone())
@@ -148,7 +170,7 @@ class GraphedPasses:
             self._can_capture = False
             _log.info("%s runs without CUDA graphs: %s", type(self._module).__name__, doubt)
         else:
-            self._graphs[shape] = graph, logits
+            self._graphs[key] = graph, logits
 
 
 def rounded_rows(rows: int) -> int:
@@ -159,14 +181,24 @@ def rounded_rows(rows: int) -> int:
     return 3 * size // 4 if LEAST_ROWS < rows <= 3 * size // 4 else size
 
 
-def rounded(layers: _Layers, segments: Mapping[int, Segment]) -> _Shape:
-    """Return the shape of a pass, with rows and positions rounded up within the cache's memory."""
-    found = list[tuple[int, ...]]()
+def rounded(layers: _Layers, segments: Mapping[int, Segment], *, rounds_rows: bool = True) -> _Shape:
+    """Return the shape of a pass, with rows and positions rounded up within the cache's memory.
+
+    Rows are rounded only in buckets with a free position behind every row, where the padding writes.
+    """
+    shapes = list[tuple[int, ...]]()
     for name, segment in segments.items():
         parts = [states for layer in layers.values() for states in layer[name]]
-        rows, _, length, _ = parts[0].shape
-        most_rows = rounded_rows(segment.positions.shape[0])
-        reach = -(-segment.read.shape[0] // POSITIONS) * POSITIONS
-        addresses = (states.data_ptr() for states in parts)
-        found.append((name, min(rows, most_rows), min(length, reach), *addresses))
-    return tuple(found)
+        most_rows, _, length, _ = parts[0].shape
+        rows, reach = segment.positions.shape[0], segment.read.shape[0]
+        if rounds_rows and rows and reach < length:
+            rows = min(most_rows, rounded_rows(rows))
+        read = min(length, -(-reach // POSITIONS) * POSITIONS)
+        shapes.append((name, rows, read, *(states.data_ptr() for states in parts)))
+    return tuple(shapes)
+
+
+def _lengths(layers: _Layers, segments: Mapping[int, Segment]) -> tuple[int, ...]:
+    """Return the positions of a row in each bucket; new memory at the same address may have others."""
+    buckets = next(iter(layers.values()))
+    return tuple(buckets[name].keys.shape[2] for name in segments)

@@ -65,6 +65,8 @@ class Segment:
     """[n] int64 positions of this bucket's fed tokens in their rows."""
     filled: Tensor
     """[3, m] int64 row and position of every cache position that prefixes fill, and index of its token."""
+    rows: Tensor | None = None
+    """[n] int64 row of the bucket that each fed token writes; None for rows 0 to n - 1."""
 
     @staticmethod
     def of(
@@ -240,7 +242,7 @@ class _Window:
     """
 
     def __init__(self, segment: Segment, reads: bool) -> None:
-        self._read, self.positions = segment.read, segment.positions
+        self._read, self.positions, self._rows = segment.read, segment.positions, segment.rows
         self._filled = segment.filled if reads else None
         self._lines: dict[int, Tensor] = {}
         self._biases: dict[tuple[int, int | None], Tensor] = {}
@@ -260,7 +262,9 @@ class _Window:
 
     def _lines_of(self, heads: int, length: int) -> Tensor:
         """Return [(m + n) x K] indices of the flattened cache's lines that this pass fills."""
-        slots, at = torch.arange(self.positions.shape[0], device=self._read.device), self.positions
+        slots, at = self._rows, self.positions
+        if slots is None:
+            slots = torch.arange(at.shape[0], device=self._read.device)
         if self._filled is not None:
             slots, at = torch.cat([self._filled[0], slots]), torch.cat([self._filled[1], at])
         rows = slots[:, None] * heads + torch.arange(heads, device=self._read.device)

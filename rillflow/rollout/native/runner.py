@@ -81,6 +81,8 @@ class Runner:
         self.cache.arrange(step.buckets, step.copies)
         for row, states in step.loads:
             self.cache.write(row, states)
+        for bucket, reach in zip(step.buckets, step.reaches, strict=True):
+            assert len(bucket.members) <= bucket.rows and reach <= bucket.length, "see own-positions"
         names = [bucket.name for bucket in step.buckets]
         grain = CACHE_BLOCK if fixed else 1
         reaches = [-(-reach // grain) * grain for reach in step.reaches]
@@ -166,9 +168,17 @@ class RecordedModule:
         module: a transformers causal language model with Rillflow's attention.
         shapes: shapes of its layers' keys and values.
         record_after: passes of the same kind before that kind is recorded.
+        has_fixed_rows: whether every pass feeds the same number of rows, so that none may be added.
     """
 
-    def __init__(self, module: nn.Module, shapes: Mapping[int, LayerShape], record_after: float) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        shapes: Mapping[int, LayerShape],
+        record_after: float,
+        *,
+        has_fixed_rows: bool = False,
+    ) -> None:
         self._module = module
         self._shapes = shapes
         self._record_after = record_after
@@ -179,7 +189,9 @@ class RecordedModule:
         if self._weights[0].device.type == "cuda":
             self._record_after = inf  # graphs take the place of traces
             if ROUTES not in shapes:
-                self._graphed = GraphedPasses(module, captures=record_after < inf)
+                self._graphed = GraphedPasses(
+                    module, captures=record_after < inf, rounds_rows=not has_fixed_rows
+                )
 
     def release(self) -> None:
         """Discard what depends on the cache's memory."""

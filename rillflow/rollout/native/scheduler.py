@@ -88,6 +88,8 @@ class Sequence:
     """The first step whose draw is not yet in ``rollout``."""
     cache: Tensor | None = None
     """[P, W] keys and values of its prefix's first P tokens, from before; None if they are to be computed."""
+    is_private: bool = False
+    """Whether its keys and values may come from older weights, so that no other row may copy them."""
     uniforms: Tensor | None = None
     """Random numbers of the row's next draws, made for many rows at once; None if not made yet."""
 
@@ -100,6 +102,11 @@ class Sequence:
         self.first_sample_step = self.collected_step = self.start_step + len(self.rollout.tokens) - 1
         self.last_step = self.start_step + self.limit - 2
 
+    @property
+    def shared_prefix(self) -> tuple[int, ...]:
+        """Prefix tokens in the cache that other rows may copy."""
+        return () if self.is_private else self.prefix[: self.read]
+
     def reach(self, clock: int) -> int:
         """Return the cache positions that it needs in this step."""
         ran = clock - self.start_step if self.cache_row is not None else 0
@@ -108,7 +115,7 @@ class Sequence:
     def wait(self) -> None:
         """Remove it from the running rows; state of its old position is reset."""
         self.slot, self.cache_row, self.read = -1, None, 0
-        self.uniforms = None
+        self.uniforms, self.is_private = None, False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -269,8 +276,10 @@ class Scheduler:
         self.layout.buckets = []
 
     def drop_index(self) -> None:
-        """Stop sharing the present contents of the cache with other rows."""
+        """Stop sharing the present contents of the cache with other rows, now and when their rows leave."""
         self._index = PrefixIndex()
+        for row in self.running:
+            row.is_private = True
 
     def take_caches(self) -> list[Sequence]:
         """Drop the caches that rows have brought and not used; return these rows."""
@@ -292,16 +301,16 @@ class Scheduler:
         entries = self._entries(running, reading)
         begins = [(row, clock - row.start_step) for row in reading]
         begins += [(self._waiting.popleft(), entry.shared) for entry in entries]
-        pieces: dict[tuple[int, ...], tuple[Prefill, list[Sequence]]] = {}
+        pieces: dict[tuple[tuple[int, ...], int], tuple[Prefill, list[Sequence]]] = {}
         for row, begin in begins:
             row.start(clock, begin + self._piece(len(row.prefix) - begin))
             self._lasts = -1
             if row.read > begin:
                 piece = Prefill(tokens=row.prefix[begin : row.read], begin=begin)
-                pieces.setdefault(row.prefix, (piece, []))[1].append(row)
+                pieces.setdefault((row.prefix, begin), (piece, []))[1].append(row)
         seating = self._seat(running, entries)
         for row in reading:
-            self._index.put(_cache_row(row), row.prefix[: row.read])
+            self._index.put(_cache_row(row), row.shared_prefix)
         for prefill, rows in pieces.values():
             prefill.cache_rows += map(_cache_row, rows)
         loads = []
@@ -333,21 +342,21 @@ class Scheduler:
         entries: list[_Entry] = []
         spent = sum(self._piece(len(row.prefix) - row.read - 1) for row in reading)
         unfinished, longest = {row.prefix for row in reading}, 0
-        fresh, beginnings = set[tuple[int, ...]](), set[tuple[int, ...]]()
+        fresh, beginnings = set[tuple[tuple[int, ...], int]](), set[tuple[int, ...]]()
         for sequence in islice(self._waiting, self._max_rows - len(running)):
             prefix = sequence.prefix
             entry = self._entry(sequence)
-            unread = len(prefix) - entry.shared
-            if unread and (prefix not in fresh or unread > self._prefill_tokens):
+            unread, piece = len(prefix) - entry.shared, (prefix, entry.shared)
+            if unread and (piece not in fresh or unread > self._prefill_tokens):
                 longest = max(longest, self._piece(unread))
                 is_full = spent + longest * (len(fresh) + 1) > self._prefill_tokens
                 # Another row reads the same tokens now: wait, then copy them.
-                if prefix in fresh | unfinished or ((spent or fresh) and is_full):
+                if prefix in unfinished or piece in fresh or ((spent or fresh) and is_full):
                     break
                 beginning = prefix[:LEAST_SHARED] if self._shares_parts and not entry.shared else ()
                 if len(beginning) == LEAST_SHARED and beginning in beginnings:
                     break
-                fresh.add(prefix)
+                fresh.add(piece)
                 beginnings.add(beginning)
             entries.append(entry)
         return entries[: self._admissible(running, entries)]
@@ -407,7 +416,7 @@ class Scheduler:
                     found.copies.append(Copy(source=source, target=target, length=length))
                 if row.cache_row != target:
                     held[target] = (
-                        row.prefix[: row.read] if row.cache_row is None else self._index.at(row.cache_row)
+                        row.shared_prefix if row.cache_row is None else self._index.at(row.cache_row)
                     )
                 if row.slot >= 0 and row.slot != slot:
                     found.moves.append((row.slot, slot))
@@ -435,7 +444,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Free the row's cache row; its keys and values stay usable until another row takes it."""
-        if self._shares_parts:
+        if self._shares_parts and not sequence.is_private:
             fed = sequence.rollout.tokens[: self.clock - sequence.start_step]
             self._index.put(_cache_row(sequence), fed)
         sequence.wait()
