@@ -127,9 +127,11 @@ def _forbidden(path: Path, code: int) -> str:
         known = there.stat()
     except OSError as error:
         return f"{there} cannot be read: {error.strerror}"
-    owner = "this process" if known.st_uid == os.geteuid() else f"user {known.st_uid}"
-    mode = f"{there} belongs to {owner} and has mode {stat.filemode(known.st_mode)}"
-    return f"{mode}; this process runs as user {os.geteuid()}" if known.st_uid != os.geteuid() else mode
+    user = os.geteuid()
+    mode = f"{there} belongs to user {known.st_uid} and has the mode {stat.filemode(known.st_mode)}"
+    if code == errno.EPERM or user == 0:
+        return f"the system allows no change of {there}, whatever its mode"
+    return f"{mode}; this process runs as user {user}"
 
 
 def _errno(error: Exception) -> int | None:
