@@ -99,10 +99,10 @@ def launch(
         asked.stop_s = recipe.run.stop_s
         start = _Start(path=path, is_fresh=fresh, is_replay=repeat is not None)
         pins = stack.enter_context(Pins(path, start.identity))
-        facts = start.facts(recipe, base, given, pins, quiet)
+        former, facts = start.former, start.facts(recipe, base, given, pins, quiet)
         notes = require_sound(facts)
         run = stack.enter_context(start.opened(facts))
-        pins.settle(start.former)
+        pins.settle(former)
         require_possible(recipe, path, run.changes, facts.task)
         progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet, told=told))
         notes = [*notes, *pins.notes, *pin_notes(path)]
@@ -135,7 +135,7 @@ class _Start:
         is_known = not self.is_fresh and (self.path / layout.ENVIRONMENT).exists()
         return run_id(self.path) if is_known else new_identity()
 
-    @cached_property
+    @property
     def former(self) -> Sequence[Path]:
         """Runs that this run stood on at its last start."""
         return former_runs(self.path) if self.goes_on else ()
@@ -155,14 +155,13 @@ class _Start:
 
     def opened(self, facts: RecipeFacts) -> RunDirectory:
         """Open the run directory, and record where models are now."""
-        former = self.former  # read before the config changes
         if self.is_fresh:
             set_aside(self.path)
         settings = resolved(facts.recipe, facts.task, facts.base, facts.standing)
         moved = facts.standing.moved(self.path) if self.goes_on else ()
         may_change = (*MAY_CHANGE, *moved)
         run = RunDirectory.open(self.path, settings, may_change=may_change, identity=self.identity)
-        if any(change.key.startswith(f"{layout.BASES}.") for change in run.changes) and former:
+        if any(change.key.startswith(f"{layout.BASES}.") for change in run.changes):  # also of a finished run
             run.write_json(layout.CONFIG, {**read_json(self.path / layout.CONFIG), **kept_bases(settings)})
         return run
 

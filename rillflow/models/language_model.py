@@ -201,8 +201,7 @@ def outline(
         else:
             assert config.path is not None  # exactly one of the two is there
             source = locate(config.path, base)
-            adapter = found_adapter(source, config.adapter)
-            source = base_of(source)
+            adapter, source = found_adapter(source, config.adapter), base_of(source)
             adapter = adapter and replace(adapter, base=source)
             module = (load_scalar_module if is_scalar else load_module)(source, dtype).eval()
             weights = taken_out(module, dtype)

@@ -155,7 +155,7 @@ def base_of(source: str) -> str:
     adapter = found_adapter(source, None)
     if adapter is None:
         return source
-    recorded = recorded_base(Path(source))
+    recorded = recorded_base(Path(source), Path(source) / adapter.base)
     base = locate(adapter.base, Path(source)) if recorded is None else str(recorded)
     if not (Path(source) / WEIGHTS).exists() or base == str(Path(source).resolve()):
         lacks = f"has no {WEIGHTS}" if base != str(Path(source).resolve()) else "names itself as its base"

@@ -122,8 +122,12 @@ def as_json(bases: Mapping[str, Sequence[Base]]) -> dict[str, JSON]:
     return {name: [asdict(each) for each in chain] for name, chain in bases.items()}
 
 
-def recorded_base(directory: Path) -> Path | None:
+def recorded_base(directory: Path, named: Path) -> Path | None:
     """Return where the base of an adapter in a run directory is now; None if no run has recorded it.
+
+    Args:
+        directory: the adapter's directory.
+        named: the base that the adapter's own settings name.
 
     Raises:
         ModelError: it is gone, or another model is in its place.
@@ -133,7 +137,10 @@ def recorded_base(directory: Path) -> Path | None:
         return None
     bases = bases_of(run)
     key = "critic" if directory.name.endswith("critic") and "critic" in bases else "policy"
-    return place_of(bases[key][-1], run, key) if bases.get(key) else None
+    if not bases.get(key):
+        return None
+    base = bases[key][-1]
+    return named.resolve() if is_model(named, base.digest) else place_of(base, run, key)
 
 
 def place_of(base: Base, child: Path, key: str) -> Path:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -158,8 +158,12 @@ class Pins:
         self._name = f"{name}.json"
         self._held: dict[Path, dict[str, int]] = {}
         self._new: list[Path] = []
-        self.notes: list[str] = []
+        self._unwritten: dict[Path, str] = {}
+
+    @property
+    def notes(self) -> Sequence[str]:
         """Notes on runs that cannot be written."""
+        return tuple(self._unwritten.values())
 
     def hold(self, run: Path, use: str, step: int) -> bool:
         """Pin a checkpoint; return whether it is there.
@@ -180,7 +184,7 @@ class Pins:
                 self._write(file, {**before, **held})
             except (RunDirectoryError, OSError) as error:
                 what = error.what if isinstance(error, RunDirectoryError) else str(error)
-                self.notes.append(
+                self._unwritten[run] = (
                     f"{run} cannot note that this run stands on its checkpoint step-{step:06d} ({what}): "
                     "keep that checkpoint; each start compares its digest"
                 )
