@@ -17,6 +17,9 @@ from rillflow.cli.main import main
 from rillflow.runs.pins import pins_of
 from rillflow.runs.reader import read_metrics
 from tests.flows.conftest import SUMS, Tiny
+from tests.flows.test_preference import POLICY as SCORED
+from tests.flows.test_preference import RECIPE as SCORER
+from tests.flows.whole_runs import numbers, ran
 
 REST = f"steps = 1\n{SUMS}[evaluate]\nproblems = 0\n"
 NEWEST = "run.keep_checkpoints=1"
@@ -76,6 +79,28 @@ def test_a_warm_start_resumes_to_the_bits_of_a_base_that_did_not_train_on(tiny: 
     assert tiny.run("child", *ON_BASE, "algorithm.steps=3") == 0
     tiny.assert_same("child", "whole")
     assert replay(tiny.folder / "child").difference is None
+
+
+PPO = 'algorithm={ name = "ppo", prompts_per_step = 4, samples_per_prompt = 2, steps = STEPS }'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["reward.model", "critic.path"])
+def test_a_model_that_scores_stays_the_one_that_the_run_began_with(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "scorer.toml").write_text(SCORER)
+    (tmp_path / "use.toml").write_text(SCORED)
+    steps = "algorithm.steps=STEPS" if setting == "reward.model" else PPO
+    words = (f'{setting}="scorer"', "evaluate.problems=0")
+    ran(tmp_path / "scorer.toml", "scorer", NEWEST, "algorithm.steps=1")
+    whole = ran(tmp_path / "use.toml", "whole", *words, steps.replace("STEPS", "2"))
+    child = ran(tmp_path / "use.toml", "child", *words, steps.replace("STEPS", "1"))
+    for count in (2, 3):
+        ran(tmp_path / "scorer.toml", "scorer", NEWEST, f"algorithm.steps={count}")
+    ran(tmp_path / "use.toml", "child", *words, steps.replace("STEPS", "2"))
+    assert numbers(child) == numbers(whole)
+    assert replay(child).difference is None
+    assert main(["verify", str(child)]) == 0
+    assert (tmp_path / "scorer/checkpoints/step-000001").is_dir()
 
 
 @pytest.mark.slow
