@@ -18,7 +18,9 @@ from rillflow.app.preflight_checks import look, look_at_peaks, look_at_run
 from rillflow.app.recipe import LoadedRecipe, Recipe
 from rillflow.app.resume import drawn_from, with_choices_of_run
 from rillflow.app.role_table import ROLES, model_roles, roles_of
+from rillflow.app.standing import standing_of
 from rillflow.rollout.config import NATIVE, SERVICE, VLLM
+from rillflow.runs.run_directory import holds_step
 from rillflow.tasks.files import ENDINGS
 from rillflow.tasks.huggingface import HUB
 from rillflow.workers.config import SAMPLER
@@ -38,10 +40,14 @@ def check(
     report = Report()
     run = Path(loaded.recipe.run.dir or ".")
     recipe = with_choices_of_run(loaded.recipe, run)
+    standing = standing_of(recipe, loaded.base, run if holds_step(run) else None)
+    recipe = standing.recipe(recipe)
     kept = {key for key in SETTINGS if value_of(recipe, key) != value_of(loaded.recipe, key)}
     origins = {**loaded.given, **dict.fromkeys(kept, f"{AUTO}: as {run} began")}
     loaded = replace(loaded, recipe=recipe, given=origins)
-    facts = RecipeFacts(recipe=recipe, base=loaded.base, drawn=drawn_from(run), runs_code=runs_code)
+    facts = RecipeFacts(
+        recipe=recipe, base=loaded.base, drawn=drawn_from(run), runs_code=runs_code, standing=standing
+    )
     report.say("batch", batch_lines(recipe))
     report.say("placement", placement_lines(recipe))
     look(facts, report, runs_code=runs_code)

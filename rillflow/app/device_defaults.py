@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rillflow.algorithms.sft import SFTConfig
 from rillflow.app.doctor import cuda_capability
 from rillflow.config.schema import Section
-from rillflow.errors import ModelError
+from rillflow.errors import ModelError, RunDirectoryError
 from rillflow.rollout.config import NATIVE, VLLM
 
 if TYPE_CHECKING:
@@ -66,17 +66,25 @@ class Setup:
         return self.capability is not None and self.capability >= _BFLOAT16
 
     @cached_property
+    def path(self) -> str | None:
+        """Path of the model; for a run, the policy of its newest checkpoint, which is not verified here."""
+        from rillflow.app.trained import newest_model
+
+        path = self.recipe.policy.model.path
+        return None if path is None else newest_model(path, self.base, "policy")
+
+    @cached_property
     def is_large(self) -> bool:
         """Whether the model has at least ``LARGE`` parameters; True for a hub name whose size is unknown."""
         from rillflow.app.model_files import sizes_of_directory, sizes_of_new
         from rillflow.models.locate import base_of, locate
 
         model, sizes = self.recipe.policy.model, None
-        with suppress(ModelError):  # the checks raise it
+        with suppress(ModelError, RunDirectoryError):  # the checks raise it
             if model.new is not None:
                 sizes = sizes_of_new(model.new)
-            elif model.path is not None:
-                found = Path(base_of(locate(model.path, self.base)))
+            elif self.path is not None:
+                found = Path(base_of(locate(self.path, self.base)))
                 sizes = sizes_of_directory(found) if found.is_dir() else None
         return sizes is None or sizes.parameters >= LARGE
 
@@ -86,8 +94,8 @@ class Setup:
         from rillflow.models.locate import found_adapter, locate
 
         model = self.recipe.policy.model
-        with suppress(ModelError):
-            if model.path is not None and found_adapter(locate(model.path, self.base), None) is not None:
+        with suppress(ModelError, RunDirectoryError):
+            if self.path is not None and found_adapter(locate(self.path, self.base), None) is not None:
                 return True
         return model.adapter is not None
 

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING
 from rillflow.app.encoding import EncodedTask, encode_task, longest_row
 from rillflow.app.model_files import ALIKE, ModelSizes, sizes_from, sizes_of_directory, sizes_of_new
 from rillflow.app.recipe import Recipe
+from rillflow.app.standing import NOTHING_TO_STAND_ON, Standing
 from rillflow.app.trained import named_model
 from rillflow.errors import ConfigError, DataError, ModelError, RewardError
 from rillflow.models.bare import character_tokenizer
-from rillflow.models.config import AdapterConfig
+from rillflow.models.config import AdapterConfig, ModelConfig
 from rillflow.models.directory_checks import end_tokens, settings_in
 from rillflow.models.locate import base_of, found_adapter, locate
 from rillflow.models.tokenizer import ModelInput, Tokenizer, load_tokenizer
@@ -78,6 +79,8 @@ class RecipeFacts:
     """The recipe's folder; its paths are relative to it."""
     given: Given = NOTHING
     """Rows and rewards that are Python objects instead of files."""
+    standing: Standing = NOTHING_TO_STAND_ON
+    """The models that the recipe's run stands on, whose places the recipe has."""
     drawn: int | None = None
     """Number of rows that held-out rows are drawn from, if a run resumes; see ``open_task``."""
     runs_code: bool = True
@@ -110,13 +113,23 @@ class RecipeFacts:
         return replace(task, reward=self.given.reward) if self.given.reward else task
 
     @cached_property
+    def model(self) -> ModelConfig:
+        """The section ``policy``'s model; for a run, the policy of its newest checkpoint.
+
+        Raises:
+            RunDirectoryError: the run has no checkpoint, or no policy.
+        """
+        model = self.recipe.policy.model
+        return model.model_copy(update={"path": named_model(model.path, self.base, "policy")})
+
+    @cached_property
     def source(self) -> str | None:
         """Directory or hub name of an existing model, or of an adapter's base; None for a new model.
 
         Raises:
             ModelError: there is no such model.
         """
-        path = self.recipe.policy.model.path
+        path = self.model.path
         return None if path is None else base_of(_existing("policy.model.path", path, self.base))
 
     @property
@@ -127,7 +140,7 @@ class RecipeFacts:
     @cached_property
     def adapter(self) -> AdapterConfig | None:
         """The adapter to train: the recipe's, or that of the directory it names."""
-        config = self.recipe.policy.model
+        config = self.model
         with suppress(ModelError):  # ``source`` raises it
             found = (
                 None if config.path is None else found_adapter(locate(config.path, self.base), config.adapter)
@@ -138,7 +151,7 @@ class RecipeFacts:
     @property
     def adapter_directory(self) -> Path | None:
         """Directory of an existing adapter; None if the recipe adds a new one, or trains all weights."""
-        model = self.recipe.policy.model
+        model = self.model
         found = None if model.path is None else found_adapter(locate(model.path, self.base), model.adapter)
         return None if found is None else found.directory
 
@@ -166,7 +179,7 @@ class RecipeFacts:
 
         from rillflow.models.language_model import LanguageModel, outline
 
-        config, device = self.recipe.policy.model, torch.device("cpu")
+        config, device = self.model, torch.device("cpu")
         return outline(LanguageModel, config, seed=0, device=device, base=self.base, section="policy.model")
 
     @cached_property
@@ -192,7 +205,7 @@ class RecipeFacts:
         Raises:
             ModelError: there is no such model.
         """
-        path = self.recipe.critic.path
+        path = named_model(self.recipe.critic.path, self.base, "critic", "reward_model", "policy")
         return None if path is None else _existing("critic.path", path, self.base)
 
     @cached_property

@@ -10,8 +10,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from rillflow.app.resume import (
 )
 from rillflow.app.role_table import roles_of
 from rillflow.app.row_names import rows_named
+from rillflow.app.standing import former_runs, kept_bases, standing_of
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.decisions import RecordedDecisions
 from rillflow.controller.interrupt import Interruption, RunStage
@@ -41,16 +42,18 @@ from rillflow.errors import Interrupted, RillflowError, RunDirectoryError
 from rillflow.placement.plan import Plan
 from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
+from rillflow.runs.bases import run_id
 from rillflow.runs.core_share import CoreShare
 from rillflow.runs.environment import environment, usable_cores
-from rillflow.runs.json_lines import JSON
+from rillflow.runs.json_lines import JSON, read_json
 from rillflow.runs.layout import kept_steps
+from rillflow.runs.pins import Pins, pin_notes
 from rillflow.runs.progress import Progress
 from rillflow.runs.reader import read_metrics
 from rillflow.runs.report.predicted import compare, render_comparison
 from rillflow.runs.report.write import write_report
 from rillflow.runs.run_data import load
-from rillflow.runs.run_directory import RunDirectory, holds_step, set_aside
+from rillflow.runs.run_directory import RunDirectory, holds_step, new_identity, set_aside
 from rillflow.runs.summary import Summary, render_text, summarise, warnings_of
 from rillflow.runs.trackers.config import TrackersConfig
 from rillflow.runs.trackers.process import Trackers
@@ -94,27 +97,75 @@ def launch(
     """
     path = Path(recipe.run.dir or "runs/run")
     recipe = recipe if fresh else with_choices_of_run(recipe, path)
-    facts = RecipeFacts(
-        recipe=recipe,
-        base=base,
-        given=given,
-        drawn=None if fresh else drawn_from(path),
-        say=(lambda _: None) if quiet else Progress.say,
-    )
     with interruption or Interruption() as asked, asked.orderly(), ExitStack() as stack:
         asked.stop_s = recipe.run.stop_s
+        start = _Start(path=path, is_fresh=fresh, is_replay=repeat is not None)
+        pins = stack.enter_context(Pins(path, start.identity))
+        former, facts = start.former, start.facts(recipe, base, given, pins, quiet)
         notes = require_sound(facts)
-        if fresh:
-            set_aside(path)
-        settings = resolved(recipe, facts.task, base)
-        run = stack.enter_context(RunDirectory.open(path, settings, may_change=MAY_CHANGE))
+        run = stack.enter_context(start.opened(facts))
+        pins.settle(former)
         require_possible(recipe, path, run.changes, facts.task)
         progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet, told=told))
+        notes = [*notes, *pins.notes, *pin_notes(path)]
         _run(facts, notes, run, progress, plan, command, asked, repeat)
         summary = summarise(path)
     if not quiet:
         say_summary(summary, path)
     return summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """Start of a run in a directory, before it is opened."""
+
+    path: Path
+    """The run directory."""
+    is_fresh: bool
+    """Whether an older run there is set aside."""
+    is_replay: bool
+    """Whether the directory is temporary."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run has made a step."""
+        return not self.is_fresh and holds_step(self.path)
+
+    @cached_property
+    def identity(self) -> str:
+        """Id of the run: a new one for a new run."""
+        is_known = not self.is_fresh and (self.path / layout.ENVIRONMENT).exists()
+        return run_id(self.path) if is_known else new_identity()
+
+    @property
+    def former(self) -> Sequence[Path]:
+        """Runs that this run stood on at its last start."""
+        return former_runs(self.path) if self.goes_on else ()
+
+    def facts(self, recipe: Recipe, base: Path, given: Given, pins: Pins, quiet: bool) -> RecipeFacts:
+        """Return the facts of the recipe with the models that the run stands on; pin them, if it lasts."""
+        kept = self.path if self.goes_on else None
+        standing = standing_of(recipe, base, kept, None if self.is_replay else pins)
+        return RecipeFacts(
+            recipe=standing.recipe(recipe),
+            base=base,
+            given=given,
+            drawn=None if self.is_fresh else drawn_from(self.path),
+            say=(lambda _: None) if quiet else Progress.say,
+            standing=standing,
+        )
+
+    def opened(self, facts: RecipeFacts) -> RunDirectory:
+        """Open the run directory, and record where models are now."""
+        if self.is_fresh:
+            set_aside(self.path)
+        settings = resolved(facts.recipe, facts.task, facts.base, facts.standing)
+        moved = facts.standing.moved(self.path) if self.goes_on else ()
+        may_change = (*MAY_CHANGE, *moved)
+        run = RunDirectory.open(self.path, settings, may_change=may_change, identity=self.identity)
+        if any(change.key.startswith(f"{layout.BASES}.") for change in run.changes):  # also of a finished run
+            run.write_json(layout.CONFIG, {**read_json(self.path / layout.CONFIG), **kept_bases(settings)})
+        return run
 
 
 def _run(

@@ -273,7 +273,7 @@ def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
 
 def _model(facts: RecipeFacts, role: str, kind: RoleSpec) -> tuple[ModelConfig, bool]:
     """Return a role's model config, and whether it has a scalar head."""
-    source, model = facts.named.get(kind.section), facts.recipe.policy.model
+    source, model = facts.named.get(kind.section), facts.model
     is_judge = kind.section == "reward" and "reward.judge.model" in facts.scorers
     is_scalar = (kind.section in ("reward", "cost", "critic") and not is_judge) or role == "reward_model"
     return ModelConfig(path=source, dtype=model.dtype) if source else model, is_scalar

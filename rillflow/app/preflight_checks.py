@@ -59,6 +59,7 @@ from rillflow.runs.changes import allowed_changes
 from rillflow.runs.environment import usable_cores
 from rillflow.runs.formatting import size
 from rillflow.runs.layout import kept_steps
+from rillflow.runs.pins import pin_notes
 from rillflow.runs.run_directory import holds_step
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
@@ -310,9 +311,10 @@ def look_at_peaks(facts: RecipeFacts, report: Report) -> None:
 def look_at_run(facts: RecipeFacts, report: Report) -> None:
     """Report the state of the run directory, and what a resume would change."""
     recipe, path = facts.recipe, Path(facts.recipe.run.dir or ".")
-    report.say("run directory", [run_state(path), kill_cost(recipe)])
+    report.say("run directory", [run_state(path), kill_cost(recipe), *pin_notes(path)])
     if holds_step(path):
-        changed = allowed_changes(path, resolved(recipe, facts.task, facts.base), MAY_CHANGE)
+        settings = resolved(recipe, facts.task, facts.base, facts.standing)
+        changed = allowed_changes(path, settings, (*MAY_CHANGE, *facts.standing.moved(path)))
         require_possible(recipe, path, changed, facts.task)
         made = max(kept_steps(path / layout.CHECKPOINTS), default=0)
         if made < recipe.total_steps:

@@ -26,7 +26,6 @@ from rillflow.app.phases import phase_plans
 from rillflow.app.plugin_recipe import PluginRecipe
 from rillflow.app.plugins import recipe_loader
 from rillflow.app.role_table import ROLES, Start
-from rillflow.app.trained import named_model
 from rillflow.config.load import Override, apply_overrides, parse_override, read_toml, validate
 from rillflow.config.problems import together
 from rillflow.config.schema import Data, Section, tags
@@ -313,32 +312,19 @@ def load_recipe(
     if KIND in data:
         raise other_kind(str(path))
     kind, asked = recipe_class(algorithms), without_auto(apply_overrides(data, settings))
-    recipe = _with_models_of_runs(validate(kind, asked, str(path)), path.parent)
+    recipe = validate(kind, asked, str(path))
     chosen = choices(recipe, path.parent)
     values = {each.setting: each.value for each in chosen}
     if with_values(recipe, values) != recipe:  # validated again: other settings may depend on these
         filled = apply_overrides(
             asked, [Override(path=tuple(key.split(".")), value=values[key]) for key in values]
         )
-        recipe = _with_models_of_runs(validate(kind, filled, str(path)), path.parent)
+        recipe = validate(kind, filled, str(path))
     recipe = with_values(recipe, values)
     recipe = with_directory(recipe, path)
     given = origins(path, data, settings)
     given |= {each.setting: f"{AUTO}: {each.reason}" for each in chosen}
     return LoadedRecipe(recipe=recipe, path=path, base=path.parent, given=given)
-
-
-def _with_models_of_runs(recipe: Recipe, base: Path) -> Recipe:
-    """Replace run directories in model paths by the models of their newest checkpoints.
-
-    Raises:
-        RunDirectoryError: a run has no checkpoint, or trains no such model.
-    """
-    path = named_model(recipe.policy.model.path, base, "policy")
-    policy = recipe.policy.model_copy(update={"model": recipe.policy.model.model_copy(update={"path": path})})
-    started = named_model(recipe.critic.path, base, "critic", "reward_model", "policy")
-    critic = recipe.critic.model_copy(update={"path": started})
-    return recipe.model_copy(update={"policy": policy, "critic": critic})
 
 
 def recipe_class(algorithms: Sequence[Algorithm]) -> type[Recipe]:

@@ -35,6 +35,7 @@ from rillflow.app.replay_facts import (
     settings_by_step,
 )
 from rillflow.app.resume import BESIDE_SETTINGS, drawn_from, resolved
+from rillflow.app.standing import at_places
 from rillflow.config.load import apply_overrides, parse_override, validate
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.decisions import RecordedDecisions
@@ -179,6 +180,7 @@ def _recipe(
     given = apply_overrides(kept, [parse_override(text) for text in settings])
     recipe = validate(recipe_class(algorithms), given, str(data.path))
     changed = {**_UNWRITTEN, "dir": str(again.path), "trackers": TrackersConfig()}
+    recipe = at_places(recipe, data.path)
     run = recipe.run.model_copy(update=changed)
     placement, engine = recipe.placement, recipe.rollout.engine
     is_chosen = any(text.startswith("placement.backend") for text in settings)

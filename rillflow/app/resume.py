@@ -16,6 +16,7 @@ from rillflow.app.consistency import inconsistencies
 from rillflow.app.default_pools import has_default_pools, on_pools
 from rillflow.app.device_defaults import values_of_run, with_values
 from rillflow.app.recipe import KIND, LoadedRecipe, Recipe, other_kind, recipe_class
+from rillflow.app.standing import NOTHING_TO_STAND_ON, Standing, at_places
 from rillflow.config.load import validate
 from rillflow.config.problems import together
 from rillflow.controller.checkpoint import Checkpoint
@@ -74,7 +75,7 @@ def keeps_decisions(key: str) -> bool:
     return any(f"{key}.".startswith(f"run.{name}.") for name in _SAME_DECISIONS)
 
 
-BESIDE_SETTINGS = ("data", "sources")
+BESIDE_SETTINGS = ("data", "sources", layout.BASES)
 """Keys of a run directory's config in addition to the recipe's sections."""
 
 
@@ -82,11 +83,13 @@ SEVERAL = "functions."
 """Beginning of the names of the sources of ``reward.functions``."""
 
 
-def resolved(recipe: Recipe, task: Task, base: Path) -> dict[str, Any]:
-    """Return a run directory's config: every setting, and digests of the data and the functions."""
+def resolved(
+    recipe: Recipe, task: Task, base: Path, standing: Standing = NOTHING_TO_STAND_ON
+) -> dict[str, Any]:
+    """Return a run directory's config: every setting, and digests of data, functions and models."""
     sources = {setting: digest(text) for setting, text in sources_of(recipe, task, base).items()}
     data = {"rows": len(task.fingerprint.rows), "digest": task.digest}
-    return {**recipe.model_dump(mode="json"), "data": data, "sources": sources}
+    return standing.config({**recipe.model_dump(mode="json"), "data": data, "sources": sources})
 
 
 def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
@@ -313,4 +316,5 @@ def recipe_of(data: RunData, algorithms: Sequence[Algorithm] = ()) -> LoadedReci
     kept = {name: value for name, value in data.config.items() if name not in BESIDE_SETTINGS}
     base = data.starts[-1].get("base") if data.starts else None
     recipe = validate(recipe_class(algorithms), kept, str(data.path))
+    recipe = at_places(recipe, data.path, is_strict=False)
     return LoadedRecipe(recipe=recipe, path=data.path, base=Path(str(base or "")), given={})

@@ -63,7 +63,7 @@ class RoleGroups:
         self.executor = GroupExecutor(self._groups, backend)
         self.delivery: WeightSync | None = None
         """WeightSync to a sampler on its own ranks; None if it shares the policy's ranks."""
-        role, model, done = recipe.trained_role, recipe.policy.model, 0
+        role, model, done = recipe.trained_role, facts.model, 0
         if checkpoint is not None:
             model = self._directory(checkpoint.model(role))
             done = checkpoint.state["version" if recipe.has_policy else "done"]

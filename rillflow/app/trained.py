@@ -6,6 +6,8 @@ run directory ─ newest whole checkpoint, or the one of a step ─> the role's 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +16,7 @@ from rillflow.controller.checkpoint import latest_checkpoint
 from rillflow.errors import ModelError, RunDirectoryError
 from rillflow.runs import layout
 from rillflow.runs.durable import write_error
-from rillflow.runs.layout import kept_steps
+from rillflow.runs.layout import checkpoint_step, kept_steps
 
 
 def model_directory(run: Path, role: str, step: int | None = None) -> Path:
@@ -23,7 +25,11 @@ def model_directory(run: Path, role: str, step: int | None = None) -> Path:
     Raises:
         RunDirectoryError: there is no such checkpoint, or the run trains no such role.
     """
-    found = _checkpoint(run, step) / role
+    return _of_role(run, _checkpoint(run, step), role)
+
+
+def _of_role(run: Path, checkpoint: Path, role: str) -> Path:
+    found = checkpoint / role
     if not found.is_dir():
         there = sorted({path.parent.name for path in found.parent.glob("*/*config.json")})
         raise RunDirectoryError(
@@ -36,13 +42,17 @@ def model_directory(run: Path, role: str, step: int | None = None) -> Path:
     return found
 
 
-def named_model(path: str | None, base: Path, *roles: str) -> str | None:
+def named_model(
+    path: str | None, base: Path, *roles: str, hold: Callable[[Path, int], bool] = lambda *_: True
+) -> str | None:
     """Return a recipe's path; replace a run directory by a model of its newest checkpoint.
 
     Args:
         path: relative to ``base``; None stays None.
         base: the recipe's folder.
         *roles: roles of the model in a run; the first that the run trains counts.
+        hold: keeps the checkpoint of a step in a run directory, and returns whether it is still there; the
+            run may be training.
 
     Raises:
         RunDirectoryError: the run has no checkpoint, or trains none of the roles.
@@ -50,9 +60,26 @@ def named_model(path: str | None, base: Path, *roles: str) -> str | None:
     run = base / Path(path or "").expanduser()
     if path is None or not layout.is_run_directory(run):
         return path
-    checkpoint = _checkpoint(run, None)
+    step = max(kept_steps(run / layout.CHECKPOINTS), default=None)
+    while True:
+        if step is not None and not hold(run, step):
+            step = max(kept_steps(run / layout.CHECKPOINTS), default=None)
+            continue
+        checkpoint = _checkpoint(run, None, math.inf if step is None else step + 1)
+        if checkpoint_step(checkpoint) == step:
+            break
+        step = checkpoint_step(checkpoint)  # the newest one is damaged
     role = next((role for role in roles if (checkpoint / role).is_dir()), roles[0])
-    return str(Path(path) / model_directory(run, role).relative_to(run))
+    return str(Path(path) / _of_role(run, checkpoint, role).relative_to(run))
+
+
+def newest_model(path: str, base: Path, role: str) -> str:
+    """Return a recipe's path; replace a run directory by a model of its newest checkpoint, unverified."""
+    run = base / Path(path).expanduser()
+    if not layout.is_run_directory(run):
+        return path
+    newest = next(iter(layout.checkpoint_folders(run / layout.CHECKPOINTS)), None)
+    return path if newest is None else str(newest / role)
 
 
 def write_merged(
@@ -103,10 +130,10 @@ def write_merged(
         raise write_error(out, error) from error
 
 
-def _checkpoint(run: Path, step: int | None) -> Path:
+def _checkpoint(run: Path, step: int | None, before: float = math.inf) -> Path:
     folder = run / layout.CHECKPOINTS
     if step is None:
-        newest = latest_checkpoint(folder)
+        newest = latest_checkpoint(folder, before=before)
         if newest is None:
             raise RunDirectoryError(
                 f"{run} has no checkpoint",

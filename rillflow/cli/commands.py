@@ -302,6 +302,8 @@ def verify(arguments: argparse.Namespace) -> int:
     found = verified(arguments.run)
     for name in found.whole:
         print(f"whole    {name}")
+    for note in found.pinned:
+        print(f"pinned   {note}")
     for told in found.lost:
         print(f"lost     {told}")
     for each in found.damaged:

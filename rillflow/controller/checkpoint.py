@@ -12,7 +12,8 @@
 Ranks write and hash the large files (roles.saving) while they train on; the controller reads none of them. A
 checkpoint is written to a draft folder, flushed to disk, and renamed once the manifest exists. A reader takes
 the newest checkpoint of its own run whose files match the manifest, and warns about newer ones that do not
-match. The number of complete checkpoints never drops while a new one is written.
+match. The number of complete checkpoints never drops while a new one is written. A checkpoint that another
+run stands on is not removed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rillflow.errors import RunDirectoryError
+from rillflow.runs.bases import is_model, model_digest
 from rillflow.runs.durable import digest_of, flush, write_error
 from rillflow.runs.layout import checkpoint_folders, checkpoint_step
+from rillflow.runs.pins import removal
 
 FORMAT = 2
 AHEAD = "ahead"
@@ -83,7 +86,7 @@ def save_checkpoint(
     run: str = "",
     spare: int | None = None,
 ) -> Path:
-    """Write a checkpoint, then remove all but the newest ``keep`` and the one of step ``spare``.
+    """Write a checkpoint, then remove old ones: see ``remove_old``.
 
     Args:
         folder: folder of all checkpoints.
@@ -119,19 +122,49 @@ def save_checkpoint(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     if replaced.exists():
-        _remove(replaced)
-    for old in checkpoint_folders(folder)[keep:]:
-        if checkpoint_step(old) != spare:
-            _remove(old)
+        with removal(folder.parent) as is_kept:
+            is_needed = is_kept(step) and not _has_models_of(final, replaced)
+        if not is_needed:
+            _remove(replaced)
+    remove_old(folder, keep, spare)
     return final
 
 
+def _has_models_of(checkpoint: Path, other: Path) -> bool:
+    """Return whether a checkpoint holds every model of another one, by their digests."""
+    models = [path.parent.name for path in other.glob("*/*config.json")]
+    return all(is_model(checkpoint / name, model_digest(other / name)) for name in models)
+
+
+def remove_old(folder: Path, keep: int, spare: int | None = None) -> None:
+    """Remove checkpoints; the newest stay, one step's, and those that other runs stand on (``runs.pins``).
+
+    Args:
+        folder: folder of all checkpoints.
+        keep: number of newest checkpoints to keep.
+        spare: a step whose checkpoint is kept regardless of its age.
+    """
+    old = [path for path in checkpoint_folders(folder)[keep:] if checkpoint_step(path) != spare]
+    if old:
+        with removal(folder.parent) as is_kept:
+            for path in old:
+                if not is_kept(checkpoint_step(path)):
+                    _renamed(path)
+    for doomed in folder.glob(".step-*.removed"):  # also those of a driver that was killed
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; a driver that is killed meanwhile leaves a draft, which the next start removes."""
+    """Remove a checkpoint; a driver that is killed meanwhile leaves a folder that the next save removes."""
+    shutil.rmtree(_renamed(checkpoint), ignore_errors=True)
+
+
+def _renamed(checkpoint: Path) -> Path:
+    """Give a checkpoint the name of a removed one, which no reader finds, and return its path."""
     doomed = checkpoint.with_name(f".{checkpoint.name}.removed")
     with suppress(OSError):
         checkpoint.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
 
 
 class Kept(Protocol):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -201,8 +201,8 @@ def outline(
         else:
             assert config.path is not None  # exactly one of the two is there
             source = locate(config.path, base)
-            adapter = found_adapter(source, config.adapter)
-            source = base_of(source)
+            adapter, source = found_adapter(source, config.adapter), base_of(source)
+            adapter = adapter and replace(adapter, base=source)
             module = (load_scalar_module if is_scalar else load_module)(source, dtype).eval()
             weights = taken_out(module, dtype)
             inner = load_tokenizer(source)

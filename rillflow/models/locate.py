@@ -18,6 +18,7 @@ from urllib.request import getproxies
 from rillflow.errors import ModelError
 from rillflow.models.config import BASES, AdapterConfig
 from rillflow.models.directory_checks import FILE_BYTES, check_file
+from rillflow.runs.bases import recorded_base
 
 SETTINGS = "adapter_config.json"
 """The file that marks a directory as an adapter."""
@@ -144,11 +145,18 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
 
 
 def base_of(source: str) -> str:
-    """Return the result of ``locate``, or the base's directory or hub name if an adapter is there."""
+    """Return the result of ``locate``, or the base's directory or hub name if an adapter is there.
+
+    An adapter of a run has the base that the run recorded, wherever it is now.
+
+    Raises:
+        ModelError: the base is gone, another model is in its place, or a file is missing.
+    """
     adapter = found_adapter(source, None)
     if adapter is None:
         return source
-    base = locate(adapter.base, Path(source))
+    recorded = recorded_base(Path(source), Path(source) / adapter.base)
+    base = locate(adapter.base, Path(source)) if recorded is None else str(recorded)
     if not (Path(source) / WEIGHTS).exists() or base == str(Path(source).resolve()):
         lacks = f"has no {WEIGHTS}" if base != str(Path(source).resolve()) else "names itself as its base"
         raise ModelError(

@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -107,12 +108,30 @@ def write_error(path: Path, error: Exception, needed_bytes: int = 0) -> RunDirec
         fix = "choose a writable run directory"
     else:
         fix = "check the disk, then run the same command to resume"
+    if code in _FORBIDDEN:
+        return RunDirectoryError(f"cannot write {path}: {reason}", why=_forbidden(path, code), fix=fix)
     needs = f"it needs {size(needed_bytes)}, and " if needed_bytes else ""
     why = f"{needs}{_free_space(path)}"
     if code == errno.ENOENT:  # Rillflow creates missing folders; ENOENT thus means the system allows none
         there = next(folder for folder in path.absolute().parents if folder.exists())
         why, fix = f"{there} does not allow new files", "choose a writable run directory with --dir"
     return RunDirectoryError(f"cannot write {path}: {reason}", why=why, fix=fix)
+
+
+def _forbidden(path: Path, code: int) -> str:
+    """Return the reason why the system does not allow a write."""
+    there = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    if code == errno.EROFS:
+        return f"the file system of {there} is mounted read-only"
+    try:
+        known = there.stat()
+    except OSError as error:
+        return f"{there} cannot be read: {error.strerror}"
+    user = os.geteuid()
+    mode = f"{there} belongs to user {known.st_uid} and has the mode {stat.filemode(known.st_mode)}"
+    if code == errno.EPERM or user == 0:
+        return f"the system allows no change of {there}, whatever its mode"
+    return f"{mode}; this process runs as user {user}"
 
 
 def _errno(error: Exception) -> int | None:

@@ -16,6 +16,7 @@ RUN/
   sources/             the files of the recipe's functions, in each version used
   plan.toml            the plan of a planned run
   media/               pictures and videos, which the report shows
+  used_by/             a note of each run that stands on a checkpoint of this one
   trackers/            what each tracker has, and what it printed; no part of the run's evidence
   service/             while it runs: addresses for programs that sample (``rollout.engine = "service"``)
 """
@@ -41,6 +42,8 @@ EVALUATIONS = "evaluations.jsonl"
 ROLLOUTS = "rollouts"
 TOKENS = "tokens.json"
 CHECKPOINTS = "checkpoints"
+REPLACED = ".replaced"
+"""Ending of the previous checkpoint of the same step."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})(\.replaced)?")
 REFERENCE = "reference"
 SOURCES = "sources"
@@ -55,6 +58,9 @@ FINISHED = "finished.json"
 PLAN = "plan.toml"
 MEDIA = "media"
 TRACKERS = "trackers"
+USED_BY = "used_by"
+BASES = "bases"
+"""Key of config.json with the models that the run stands on."""
 STEP_FILES = (METRICS, SPANS, PASSES, EVALUATIONS, SKIPS, GIVEN_UP)
 """Files whose lines belong to a step."""
 LINE_FILES = (*STEP_FILES, DECISIONS)

@@ -65,6 +65,7 @@ class RunDirectory(ExitStack):
         changes: Sequence[Change],
         notes: Sequence[str],
         clock: Callable[[], float],
+        identity: str = "",
     ) -> None:
         super().__init__()
         self.callback(self._release)
@@ -78,7 +79,7 @@ class RunDirectory(ExitStack):
         """Descriptions of damage and of restored files."""
         self.evidence = Evidence(path)
         """Digests of everything written."""
-        self.id = _identity(path)
+        self.id = _identity(path, identity or new_identity())
         """Unique id of this run, stored in its checkpoints."""
         self.checkpoints = path / layout.CHECKPOINTS
         """Folder of checkpoints, which another package writes."""
@@ -95,11 +96,13 @@ class RunDirectory(ExitStack):
         *,
         may_change: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        identity: str = "",
     ) -> RunDirectory:
         """Create the directory, or reopen it to continue the same run.
 
         ``may_change`` names settings, or groups of them, that a resumed run may change (dotted keys). The
-        config file holds the new values after ``log_start`` has recorded the changes.
+        config file holds the new values after ``log_start`` has recorded the changes. A new run gets the id
+        ``identity``; empty: a random one.
 
         Raises:
             RunDirectoryError: the path is a file, holds something else, cannot be written, is in use
@@ -118,7 +121,8 @@ class RunDirectory(ExitStack):
                     changes = allowed_changes(path, config, may_change)
             if not holds_step(path):
                 Evidence(path).write(layout.CONFIG, encode(config, indent=2), config)
-            return cls(path, lock, config, is_new=is_new, changes=changes, notes=notes, clock=clock)
+            how: dict[str, Any] = {"notes": notes, "clock": clock, "identity": identity}
+            return cls(path, lock, config, is_new=is_new, changes=changes, **how)
         except BaseException:
             lock.release()
             raise
@@ -347,15 +351,19 @@ def require_format(path: Path) -> None:
         )
 
 
-def _identity(path: Path) -> str:
-    """Return the id of the run in a directory, creating one if needed; empty for an old run without an id."""
+def new_identity() -> str:
+    """Return a random id for a run."""
+    return secrets.token_hex(8)
+
+
+def _identity(path: Path, new: str) -> str:
+    """Return the id of the run in a directory, or the new one; empty for an old run without an id."""
     if (path / layout.ENVIRONMENT).exists():
         known = read_json(path / layout.ENVIRONMENT)
         return str(known["run"]) if "run" in known else ""
-    made = secrets.token_hex(8)
-    starts: dict[str, JSON] = {"format": layout.FORMAT, "run": made, "starts": []}
+    starts: dict[str, JSON] = {"format": layout.FORMAT, "run": new, "starts": []}
     Evidence(path).write(layout.ENVIRONMENT, encode(starts, indent=2), starts)
-    return made
+    return new
 
 
 def _restored(path: Path) -> list[str]:

@@ -8,7 +8,7 @@ App(Service, EngineThread, Door) ─> LoopbackServer
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -19,6 +19,8 @@ from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import choose_device, load_model
 from rillflow.rollout.config import RolloutConfig
 from rillflow.runs import layout
+from rillflow.runs.bases import checkpoint_place
+from rillflow.runs.pins import Pins
 from rillflow.serving.engine_queue import EngineQueue
 from rillflow.serving.openai_server import Door, NewRows
 from rillflow.serving.server import LoopbackServer, bound
@@ -90,6 +92,18 @@ def opened(source: Path, *, token: str, max_rows: int, checkpoints: Path) -> Ope
     return Opened(app=app, thread=thread)
 
 
+def hold_base(folder: Path, checkpoints: Path) -> Sequence[str]:
+    """Note in the run whose checkpoint is served that adapters are trained on it, so that it is kept.
+
+    Returns:
+        Notes on a run that cannot be written.
+    """
+    place, pins = checkpoint_place(folder.resolve()), Pins(checkpoints, "")
+    if place is not None:
+        pins.hold(place.run, f"step {place.step}", place.step)
+    return pins.notes
+
+
 def names_of(source: Path) -> frozenset[str]:
     """Return the names by which clients may call a model: its path, its folder, and owner/folder."""
     folder = source.absolute()
@@ -108,6 +122,8 @@ def serve(
     """Serve until a signal ends it; see ``rillflow.app.plugins.TrainingServer``."""
     token = token_of(token_file)
     listening = bound(port)
+    for note in hold_base(source, checkpoints or CHECKPOINTS):
+        announce(f"note: {note}")
     found = opened(source, token=token.text, max_rows=max_rows, checkpoints=checkpoints or CHECKPOINTS)
     server = LoopbackServer(found.app.app(), listening)
     Thread(target=found.thread.run, args=[server.stop], name="rillflow-engine", daemon=True).start()

@@ -176,7 +176,8 @@ def test_an_unwritable_place_is_refused_by_name(unprivileged: Path) -> None:
     with pytest.raises(RunDirectoryError) as caught:
         RunDirectory.open(unprivileged / "locked" / "run", CONFIG)
     assert f"cannot write {unprivileged / 'locked' / 'run'}: Permission denied" in str(caught.value)
-    assert "are free on its disk" in caught.value.why
+    mode = f"has the mode dr-xr-xr-x; this process runs as user {os.geteuid()}"
+    assert f"{unprivileged / 'locked'} belongs to user {os.geteuid()} and {mode}" in caught.value.why
     assert "choose a writable run directory" in caught.value.fix
 
 
