@@ -212,7 +212,8 @@ class Loop:
         except RillflowError as error:
             why += f"; step {last} could not be saved: {error.what}"
         saved = self._saved_step
-        return stopped(saved, self._run.checkpoints / f"step-{saved:06d}" if saved else None, why)
+        path = self._run.checkpoints / f"step-{saved:06d}" if saved else None
+        return stopped(saved, path, why, by=self._interruption.by)
 
     def _rescue(self, phase: Phase, cut: Collection[OpenStep]) -> None:
         """Save the newest step with complete updates, if the weights of its roles have not changed since.
@@ -302,7 +303,7 @@ class Loop:
         if step.saving or (not phase.freshness and (last or best or ends or self._is_due(step.done))):
             path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=last or ends)
             if ends:
-                raise stopped(step.number, path)
+                raise stopped(step.number, path, by=self._interruption.by)
 
     def _stop_between(self, phase: Phase) -> None:
         """End the run on request while no step is open.
@@ -317,7 +318,8 @@ class Loop:
         if self._is_unsaved(phase):
             self._checkpoint(phase, self._deadline_s, wait=True)
         if step == self._saved_step:
-            raise stopped(step, self._run.checkpoints / f"step-{step:06d}" if step else None)
+            path = self._run.checkpoints / f"step-{step:06d}" if step else None
+            raise stopped(step, path, by=self._interruption.by)
 
     def _stop_after(self, phase: Phase, step: OpenStep, later: Collection[OpenStep]) -> None:
         """Mark the newest open step as the run's last; the steps before it still run to their end."""
