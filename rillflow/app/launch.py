@@ -107,7 +107,9 @@ def launch(
         settings = resolved(recipe, facts.task, base)
         run = stack.enter_context(RunDirectory.open(path, settings, may_change=MAY_CHANGE))
         require_possible(recipe, path, run.changes, facts.task)
-        progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet, told=told))
+        progress = stack.enter_context(
+            Progress(total_steps=_steps(recipe), quiet=quiet, told=told, log=path / layout.OUTPUT_LOG)
+        )
         _run(facts, notes, run, progress, plan, command, asked, repeat)
         summary = summarise(path)
     if not quiet:

@@ -128,7 +128,12 @@ class PluginRecipe(AnyRecipe, ABC):
                 set_aside(path)
             directory = stack.enter_context(RunDirectory.open(path, settings, may_change=self.may_change))
             shown = stack.enter_context(
-                Progress(total_steps={self.phase: self.steps}, quiet=quiet, told=told)
+                Progress(
+                    total_steps={self.phase: self.steps},
+                    quiet=quiet,
+                    told=told,
+                    log=path / layout.OUTPUT_LOG,
+                )
             )
 
             def train(trackers: Trackers) -> None:

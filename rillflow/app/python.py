@@ -27,6 +27,7 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.remote import is_url
 from rillflow.rewards.source import shipped
 from rillflow.runs.error_lines import innermost_line
+from rillflow.runs.standard_streams import guarded_streams
 from rillflow.tasks.files import ENDINGS, GIVEN, Rows
 from rillflow.tasks.huggingface import HUB, relative_source
 
@@ -100,10 +101,11 @@ def train(
     run = Run(opened.directory, asked)
     how: Any = {"fresh": fresh, "quiet": quiet, "told": _Callbacks(callbacks, run), "interruption": asked}
     try:
-        if isinstance(opened, LoadedRecipe):
-            launch(opened.recipe, opened.base, given=Given(rows=rows, reward=functions), **how)
-        else:
-            opened.run(**how)
+        with guarded_streams(goes_on=True):
+            if isinstance(opened, LoadedRecipe):
+                launch(opened.recipe, opened.base, given=Given(rows=rows, reward=functions), **how)
+            else:
+                opened.run(**how)
     except Interrupted:
         if not run.is_stopped:
             raise
