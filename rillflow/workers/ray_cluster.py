@@ -6,7 +6,7 @@
 Files: Ray opens its own folder to everybody, so it is below a folder of mode 0700; ``~/.ray/auth_token`` is
 made with mode 0600 before Ray would make it with 0644.
 
-Signals: ``ray.init`` replaces the driver's handler of SIGTERM, and starts daemons that SIGTERM and others end.
+Signals: ``ray.init`` replaces the driver's handler of SIGTERM, and starts daemons that SIGTERM would end.
 Slurm sends its signals to all processes of a job at once; a terminal that closes sends SIGHUP, and ``kill``
 any signal, to a whole process group. The ranks must not be gone before the driver has saved their state, so
 

@@ -4,8 +4,8 @@
        ├── sends a byte ──> every process with the cluster's mark is killed
        └── has died ──────> the same, and the cluster's folder is removed
 
-A child of ``start_child`` that calls ``end_with`` ends with its parent, by the kernel. It survives signals that
-end a run (a scheduler may send them to all processes of a job), and a screen that goes away.
+A child of ``start_child`` that calls ``end_with`` ends with its parent, by the kernel. It survives signals of
+a scheduler to all processes of a job, and a screen that goes away.
 Ray's daemons end at once after a killed driver, but their helper processes need a minute. The watchdog runs
 as a script and imports only the standard library.
 """
