@@ -30,7 +30,7 @@ from rillflow.runs.standard_streams import StandardStreams, guarded_streams
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
 
-EPILOG = "exit codes: 0 done, 1 failed, 2 refused before the start, 128+N ended by signal N (130: Ctrl-C)"
+EPILOG = "exit codes: 0 done, 1 failed, 2 refused before the start, 130 interrupted, 128+N by signal N"
 
 
 def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()) -> int:
