@@ -134,8 +134,9 @@ with guarded_streams(goes_on=True):
     assert sys.stdin.read() == ""
     ends = socket.socketpair()
     assert min(end.fileno() for end in ends) > 2
-    made = subprocess.run([sys.executable, "-c", "print(input())"], input="three", capture_output=True, text=True)
-    open({done!r}, "w").write(made.stdout)
+    words = [sys.executable, "-c", "print(input())"]
+    child = subprocess.run(words, input="three", capture_output=True, text=True)
+    open({done!r}, "w").write(child.stdout)
 """
 
 
