@@ -91,7 +91,6 @@ def train(
         over["task.source"] = GIVEN if rows is not None else _relative(str(prompts), base)
     named, functions = _rewards(reward, base)
     over |= named
-    _require_callable(callbacks)
     if dir is not None:
         over["run.dir"] = str(dir)
     opened, asked = open_recipe(recipe, over, algorithms), Interruption()
@@ -180,6 +179,7 @@ class _Callbacks:
     """Caller of all callbacks after a step; an error in one does not skip the others."""
 
     def __init__(self, callbacks: Sequence[Callable[[StepResult], object]], run: Run) -> None:
+        _require_callable(callbacks)
         self._callbacks, self._run = callbacks, run
 
     def __call__(self, phase: str, step: int, metrics: Metrics) -> None:
