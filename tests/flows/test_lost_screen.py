@@ -91,6 +91,8 @@ def _begun(words: list[str], screen: Screen, environment: dict[str, str]) -> Non
     """Run a command in a session of its own; a terminal becomes its controlling terminal."""
     os.setsid()
     os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores both
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     for number in screen.ignored:
         signal.signal(number, signal.SIG_IGN)
     for descriptor, file in ((1, screen.output), (2, screen.error)):
