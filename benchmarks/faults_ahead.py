@@ -239,7 +239,7 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
         first = whole.until(lambda: whole.steps >= SKIPPED)
         whole.until_time(first + given.undisturbed_s)
         rate = whole.rate(first, whole.until(lambda: whole.steps >= SKIPPED + 2))
-        assert whole.end(signal.SIGTERM) == 130, whole.said
+        assert whole.end(signal.SIGTERM) == 128 + signal.SIGTERM, whole.said
     finally:
         whole.kill()
     told = predicted(given.faults, given.every_s, 60 / rate)

@@ -7,6 +7,7 @@ a process passes them to another process (they survive pickling).
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -117,6 +118,11 @@ class CallbackError(RillflowError):
 class Interrupted(RillflowError):
     """The user asked the run to stop; the checkpoint named in the message resumes it."""
 
+    def __init__(self, what: str, why: str = "", fix: str = "", *, number: int = signal.SIGINT) -> None:
+        super().__init__(what, why, fix)
+        self.number = number
+        """Number of the signal that asked; SIGINT also for a stop without a signal."""
+
 
 class Signalled(KeyboardInterrupt):
     """A signal that ends the work of the main thread.
@@ -124,6 +130,16 @@ class Signalled(KeyboardInterrupt):
     A plain KeyboardInterrupt that passes through ``exec`` of a string, as dataclasses use on import, makes
     Python end the process by SIGINT later, even if it was caught. Python checks for the exact type.
     """
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__(number)
+        self.number = number
+        """Number of the signal."""
+
+
+def signal_of(error: KeyboardInterrupt | Interrupted) -> int:
+    """Return the number of the signal that an error stands for."""
+    return error.number if isinstance(error, Signalled | Interrupted) else signal.SIGINT
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

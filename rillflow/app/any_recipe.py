@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Section)
 
 
 class DirectoryConfig(Section):
-    """Directory, seed and trackers of a run; a kind of recipe adds its own settings."""
+    """Directory, seed, restarts and trackers of a run; a kind of recipe adds its own settings."""
 
     dir: str | None = Field(
         None,
@@ -38,6 +38,12 @@ class DirectoryConfig(Section):
     threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the choice to torch.")
     keep_checkpoints: int = Field(
         2, gt=0, description="Newest checkpoints to keep; the one with the best held-out result is kept too."
+    )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="Restarts of all ranks from the newest checkpoint after a rank died, in a row without a "
+        "new checkpoint; 0 ends the run.",
     )
     trackers: TrackersConfig = TrackersConfig()
 

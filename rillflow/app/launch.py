@@ -106,7 +106,9 @@ def launch(
         run = stack.enter_context(start.opened(facts))
         pins.settle(former)
         require_possible(recipe, path, run.changes, facts.task)
-        progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet, told=told))
+        progress = stack.enter_context(
+            Progress(total_steps=_steps(recipe), quiet=quiet, told=told, log=path / layout.OUTPUT_LOG)
+        )
         notes = [*notes, *pins.notes, *pin_notes(path)]
         _run(facts, notes, run, progress, plan, command, asked, repeat)
         summary = summarise(path)
@@ -279,7 +281,7 @@ def _steps(recipe: Recipe) -> dict[str, int]:
 def restarted(
     train: Callable[[ExitStack], None], most: int, run: RunDirectory, progress: Progress, asked: Interruption
 ) -> None:
-    """Train to the end; if a rank dies, start all ranks again from the newest checkpoint.
+    """Train to the end; if a rank dies and is not replaced, start all ranks again from the newest checkpoint.
 
     Args:
         train: starts ranks, which the stack ends, and trains from the newest checkpoint.
@@ -289,25 +291,25 @@ def restarted(
         asked: tells whether the user wants to stop.
 
     Raises:
-        RankDied: the last restarts brought no new checkpoint; it is the first death of them.
+        ClusterError: the last restarts brought no new checkpoint; it is the first death of them.
     """
-    from rillflow.workers.backend import RankDied
+    from rillflow.workers.backend import RankDied, RankLost
 
-    first: RankDied | None = None
+    first: RankDied | RankLost | None = None
     made, before = 0, -1
     while True:
         try:
             with ExitStack() as ranks:
                 train(ranks)
             return
-        except RankDied as died:
+        except (RankDied, RankLost) as died:
             step = max(kept_steps(run.checkpoints), default=0)
             if first is None or step > before:
                 first, made, before = died, 0, step
             if made == most or asked.requested:
                 raise first from None
             made += 1
-            what = str(died).splitlines()[0]
+            what = f"{'a worker ' if isinstance(died, RankLost) else ''}{died.what}"
             progress.note(f"{what}; all ranks start again from step {step} (restart {made} of {most})")
 
 

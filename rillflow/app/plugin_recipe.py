@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from rillflow.app.any_recipe import AnyRecipe
@@ -112,7 +113,7 @@ class PluginRecipe(AnyRecipe, ABC):
         interruption: Interruption | None = None,
     ) -> Summary:
         """Run it to its end, from the newest checkpoint if there is one; see ``rillflow.app.launch``."""
-        from rillflow.app.launch import carry_out, say_summary
+        from rillflow.app.launch import carry_out, restarted, say_summary
         from rillflow.controller.interrupt import Interruption
         from rillflow.runs.progress import Progress
         from rillflow.runs.run_directory import RunDirectory, set_aside
@@ -128,11 +129,17 @@ class PluginRecipe(AnyRecipe, ABC):
                 set_aside(path)
             directory = stack.enter_context(RunDirectory.open(path, settings, may_change=self.may_change))
             shown = stack.enter_context(
-                Progress(total_steps={self.phase: self.steps}, quiet=quiet, told=told)
+                Progress(
+                    total_steps={self.phase: self.steps},
+                    quiet=quiet,
+                    told=told,
+                    log=path / layout.OUTPUT_LOG,
+                )
             )
 
             def train(trackers: Trackers) -> None:
-                self._train(directory, shown, asked, command, trackers)
+                once = partial(self._train, directory, shown, asked, command, trackers)
+                restarted(once, self.recipe.run.restarts, directory, shown, asked)
 
             trackers = self.recipe.run.trackers
             carry_out(None if is_finished else train, directory, shown, asked, trackers, self.base)
@@ -148,6 +155,7 @@ class PluginRecipe(AnyRecipe, ABC):
         asked: Interruption,
         command: Sequence[str],
         trackers: Trackers,
+        stack: ExitStack,
     ) -> None:
         from rillflow.app.launch import at_newest_checkpoint, underway
         from rillflow.runs.environment import environment
@@ -157,13 +165,13 @@ class PluginRecipe(AnyRecipe, ABC):
         start = environment(device="cpu", command=command)
         directory.log_start({**start, "base": str(self.base.absolute()), "after_step": after})
         trackers.start()
-        with underway(), ExitStack() as stack:
-            opened = OpenRun(
-                directory=directory,
-                checkpoint=checkpoint,
-                progress=progress,
-                interruption=asked,
-                stack=stack,
-            )
+        opened = OpenRun(
+            directory=directory,
+            checkpoint=checkpoint,
+            progress=progress,
+            interruption=asked,
+            stack=stack,
+        )
+        with underway():
             self.train(opened)
         directory.write_json(layout.FINISHED, {"steps": self.steps})

@@ -61,6 +61,8 @@ class Command:
     """Function that adds the command's arguments to its parser."""
     ignores_unknown: bool = False
     """Whether the parser ignores unknown arguments instead of refusing them."""
+    outlives_output: bool = False
+    """Whether the command goes on when its output cannot be written, because it does more than print."""
 
 
 class Planning(Protocol):

@@ -27,6 +27,7 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.remote import is_url
 from rillflow.rewards.source import shipped
 from rillflow.runs.error_lines import innermost_line
+from rillflow.runs.standard_streams import guarded_streams
 from rillflow.tasks.files import ENDINGS, GIVEN, Rows
 from rillflow.tasks.huggingface import HUB, relative_source
 from rillflow.workers.busy_machine import share_cores
@@ -92,7 +93,6 @@ def train(
         over["task.source"] = GIVEN if rows is not None else _relative(str(prompts), base)
     named, functions = _rewards(reward, base)
     over |= named if dir is None else {**named, "run.dir": str(dir)}
-    _require_callable(callbacks)
     opened, asked = open_recipe(recipe, over, algorithms), Interruption()
     if isinstance(opened, LoadedRecipe) and rows is not None and not _holds_out(opened, recipe):
         over |= {"task.held_out": 0, "task.held_out_source": None}
@@ -100,10 +100,11 @@ def train(
     run = Run(opened.directory, asked)
     how: Any = {"fresh": fresh, "quiet": quiet, "told": _Callbacks(callbacks, run), "interruption": asked}
     try:
-        if isinstance(opened, LoadedRecipe):
-            launch(opened.recipe, opened.base, given=Given(rows=rows, reward=functions), **how)
-        else:
-            opened.run(**how)
+        with guarded_streams(goes_on=True):
+            if isinstance(opened, LoadedRecipe):
+                launch(opened.recipe, opened.base, given=Given(rows=rows, reward=functions), **how)
+            else:
+                opened.run(**how)
     except Interrupted:
         if not run.is_stopped:
             raise
@@ -178,6 +179,7 @@ class _Callbacks:
     """Caller of all callbacks after a step; an error in one does not skip the others."""
 
     def __init__(self, callbacks: Sequence[Callable[[StepResult], object]], run: Run) -> None:
+        _require_callable(callbacks)
         self._callbacks, self._run = callbacks, run
 
     def __call__(self, phase: str, step: int, metrics: Metrics) -> None:

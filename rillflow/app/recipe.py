@@ -59,12 +59,6 @@ class RunConfig(DirectoryConfig):
     checkpoint_every: int = Field(
         0, ge=0, description="Steps between further checkpoints; 0 leaves it to checkpoint_minutes."
     )
-    restarts: int = Field(
-        3,
-        ge=0,
-        description="Restarts of all ranks from the newest checkpoint after a rank died, in a row without a "
-        "new checkpoint; 0 ends the run.",
-    )
     stop_s: float = Field(
         20.0,
         ge=0,

@@ -13,6 +13,7 @@ A run that takes the groups that are ready first repeats the decisions that it r
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -258,6 +259,7 @@ class _TemporaryRun:
                     "the replay was stopped, as requested",
                     why=f"its temporary files are removed; {self._data.path} is unchanged",
                     fix="run the same command to replay from the beginning",
+                    number=asked.number or signal.SIGINT,
                 ) from None
         except TrainingError:  # the run itself may have ended with this error after its last step
             if self._pending is None or self._pending.step != self._data.last:

@@ -181,10 +181,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     names = ("problems", "samples", "temperature", "judge", "reward_model")
     asking = Asking(loaded=loaded, **{name: getattr(arguments, name) for name in names})
     found = contest(arguments.source, arguments.against, asking)
-    print("\n".join(contest_lines(found)))
-    if arguments.out is not None:
+    if arguments.out is not None:  # first: nobody may read the lines to their end
         replace(arguments.out, [encode(found)])
         print(f"wrote {arguments.out}", file=sys.stderr)
+    print("\n".join(contest_lines(found)))
     return DONE
 
 
@@ -282,6 +282,9 @@ def timeline(arguments: argparse.Namespace) -> int:
         )
     data = load(arguments.run)
     found = measured(data, *(arguments.steps or ()))
+    if out is not None:  # first: nobody may read the lines to their end
+        replace(out, [encode(trace_of(found))])
+        print(f"wrote {out}: open it at https://ui.perfetto.dev or chrome://tracing", file=sys.stderr)
     print("\n".join(measured_lines(found)))
     predict = predict_steps(arguments.algorithms)
     if predict is not None:
@@ -289,9 +292,6 @@ def timeline(arguments: argparse.Namespace) -> int:
     compared = compare(data)
     if compared is not None:
         print(f"\n{render_comparison(compared)}")
-    if out is not None:
-        replace(out, [encode(trace_of(found))])
-        print(f"wrote {out}: open it at https://ui.perfetto.dev or chrome://tracing", file=sys.stderr)
     return DONE
 
 

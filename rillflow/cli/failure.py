@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 
-from rillflow.errors import Interrupted, RillflowError
+from rillflow.errors import Interrupted, RillflowError, signal_of
+from rillflow.runs.ending_signals import signal_name
 from rillflow.runs.error_lines import own_line
 from rillflow.runs.formatting import visible
 
-DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; failed after the start; refused before the start; stopped by the user."""
+DONE, FAILED, USAGE, SIGNAL = 0, 1, 2, 128
+"""Exit codes: done; failed after the start; refused before the start; the last one plus a signal's number."""
 
 
 def explain_failure(error: BaseException, *, debug: bool) -> int:
@@ -24,7 +26,9 @@ def explain_failure(error: BaseException, *, debug: bool) -> int:
         for note in (*vars(error).get("__notes__", ()), *([f"at {own}"] if own else ())):
             print(visible(f"  where: {note}"), file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
-        print("interrupted; everything up to the last checkpoint is kept", file=sys.stderr)
+        number = signal_of(error)
+        by = "" if number == signal.SIGINT else f" by {signal_name(number)}"
+        print(f"interrupted{by}; everything up to the last checkpoint is kept", file=sys.stderr)
     elif own:
         print(
             f"error: {visible(''.join(traceback.format_exception_only(error))).strip()}\n"
@@ -41,8 +45,16 @@ def explain_failure(error: BaseException, *, debug: bool) -> int:
     return exit_code(error)
 
 
+def explain_lost_output(error: OSError) -> int:
+    """Print why the standard output cannot be written, unless its reader has gone; return the exit code."""
+    if isinstance(error, BrokenPipeError):
+        return SIGNAL + signal.SIGPIPE
+    print(f"error: the standard output cannot be written: {error.strerror}", file=sys.stderr)
+    return FAILED
+
+
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a command that raised."""
     if isinstance(error, KeyboardInterrupt | Interrupted):
-        return INTERRUPTED
+        return SIGNAL + signal_of(error)
     return USAGE if isinstance(error, RillflowError) and not error.is_underway else FAILED

@@ -1,7 +1,7 @@
 """Main: the arguments of every command, and the only place where errors become exit codes.
 
     argv ─ parser ─> command ─> its function ─┬─ returns ──────────> its exit code
-                                              └─ raises ─ failure ─> what, why, fix on stderr; 1, 2 or 130
+                                              └─ raises ─ failure ─> what, why, fix on stderr; 1, 2 or 128+N
 
 Importing this loads little more than the standard library; a command imports what it needs when it runs.
 """
@@ -12,29 +12,26 @@ import argparse
 import atexit
 import gc
 import logging
-import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from rillflow import __version__
 from rillflow.app import plugins
 from rillflow.app.plugins import Command
 from rillflow.cli import commands
-from rillflow.cli.failure import FAILED, explain_failure
+from rillflow.cli.failure import explain_failure, explain_lost_output
 from rillflow.errors import ConfigError, Signalled
+from rillflow.runs.ending_signals import RepeatedSignals, handled
 from rillflow.runs.formatting import visible
+from rillflow.runs.standard_streams import StandardStreams, guarded_streams
 from rillflow.workers.busy_machine import share_cores
 
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
 
-EPILOG = "exit codes: 0 done, 1 failed, 2 refused before the start, 130 interrupted"
+EPILOG = "exit codes: 0 done, 1 failed, 2 refused before the start, 130 interrupted, 128+N by signal N"
 
 
 def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()) -> int:
@@ -49,6 +46,12 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     """
     share_cores()
     atexit.register(gc.freeze)  # or the interpreter searches the modules of torch for cycles before it ends
+    with guarded_streams(goes_on=False) as streams:
+        return _ended(argv, algorithms, streams)
+
+
+def _ended(argv: Sequence[str] | None, algorithms: Sequence[Algorithm], streams: StandardStreams) -> int:
+    """Run one command to its end; return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     typed = (*(("python", sys.argv[0]) if algorithms else ("rillflow",)), *words)
     try:
@@ -60,16 +63,17 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     handler = logging.StreamHandler()
     handler.setFormatter(_Visible("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
+    command = choices[arguments.command]
+    if command.outlives_output:
+        streams.go_on()
     try:
-        with _ended_by_signals():
-            code = choices[arguments.command].run(arguments)
+        with handled(_end_by_signal(RepeatedSignals())):
+            code = command.run(arguments)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        # The reader of our output went away; the interpreter's own flush at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  a supervision boundary
+        if isinstance(error, OSError) and error is streams.failure:
+            return explain_lost_output(error)
         return explain_failure(error, debug=arguments.debug)
 
 
@@ -81,26 +85,18 @@ class _Visible(logging.Formatter):
         return visible(super().format(record))
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C end a command in the same way; a run handles both itself once it starts."""
+def _end_by_signal(repeated: RepeatedSignals) -> Callable[[int], None]:
+    """Return a function that ends a command by a signal; a run handles signals itself once it starts."""
+    received = list[int]()
 
-    def end(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        raise Signalled
+    def end(number: int) -> None:
+        ends_at_once = repeated.add(number)
+        if received and not ends_at_once:  # the command ends already
+            return
+        received.append(number)
+        raise Signalled(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    replaced = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
-    for number in replaced:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in replaced:
-            signal.signal(number, before[number])
+    return end
 
 
 def _parsed(
@@ -327,6 +323,7 @@ COMMANDS: Mapping[str, Command] = {
         help="run a recipe to its end, or resume it from its last checkpoint",
         run=commands.run,
         add_arguments=_run_arguments,
+        outlives_output=True,
     ),
     "check": Command(
         help="report everything about a recipe that can be known before it runs",
@@ -352,11 +349,13 @@ COMMANDS: Mapping[str, Command] = {
         help="serve a model, or a run's newest checkpoint, over OpenAI's protocol",
         run=commands.serve,
         add_arguments=_serve_arguments,
+        outlives_output=True,
     ),
     "watch": Command(
         help="serve a local page of runs: curves, rollouts, settings",
         run=commands.watch,
         add_arguments=_watch_arguments,
+        outlives_output=True,
     ),
     "report": Command(
         help="write the report of a run again",
@@ -372,11 +371,13 @@ COMMANDS: Mapping[str, Command] = {
         help="run a recipe over seeds and a small grid of settings, and rank the cases",
         run=commands.sweep,
         add_arguments=_sweep_arguments,
+        outlives_output=True,
     ),
     "track": Command(
         help="send a run to Weights & Biases, TensorBoard, MLflow or a tracker of your own",
         run=commands.track,
         add_arguments=_track_arguments,
+        outlives_output=True,
     ),
     "verify": Command(
         help="compare everything in a run directory with the digests that the run wrote",

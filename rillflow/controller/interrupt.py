@@ -1,4 +1,4 @@
-"""Interruption: SIGINT and SIGTERM end a run in order, in every stage of the run.
+"""Interruption: a signal ends a run in order, in every stage of the run.
 
     stage       first signal                                           second signal
     STARTING    ends the start at once: no step has begun              ends at once
@@ -6,12 +6,14 @@
                 ``stop_s`` is over; writes a checkpoint, then ends
     ENDING      nothing is left to interrupt: the run ends             ends at once
 
-    signal ─ handler ─> requested, signal name in the queue ─ thread ─> message to the user
+``runs.ending_signals`` lists the signals, and says which later signal counts as a second one.
+
+    signal ─ handler ─> requested, signal in the queue ─ thread ─> message to the user
                                                                 └ after stop_s ─> ABANDON ─> Signalled in
                                                                                   ``abandonable`` work
 
 Loop of the thread
-    consumes      the names of received signals
+    consumes      the numbers of received signals
     waits for     the queue, which a handler may fill wherever it interrupted the main thread
     produces      one message: a handler must not write, because it may have interrupted a write; then, if
                   the run has not ended after ``stop_s``, ABANDON for the main thread
@@ -20,7 +22,6 @@ Loop of the thread
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
@@ -29,15 +30,12 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any
 
 from rillflow.errors import Interrupted, Signalled
+from rillflow.runs import ending_signals
 from rillflow.runs.abandoning import ABANDON
-
-REPEAT_S = 1.0
-"""A second SIGTERM within this many seconds counts as the first. A launcher such as ``timeout`` or ``srun``
-forwards to its child the signal that the whole process group already received."""
+from rillflow.runs.ending_signals import RepeatedSignals, SignalHandler, signal_name
 
 
 class RunStage(Enum):
@@ -49,7 +47,7 @@ class RunStage(Enum):
 
 
 class Interruption:
-    """Signal handlers for SIGINT and SIGTERM: the first signal sets ``requested``, a second raises Signalled.
+    """Handlers of ending signals: the first signal sets ``requested``, a second raises Signalled.
 
     While the run starts, the first signal raises Signalled too; ``orderly`` turns it into Interrupted.
     Outside the main thread Python allows no signal handler, so ``requested`` stays False.
@@ -75,6 +73,9 @@ class Interruption:
         self.is_over = False
         """Whether ``stop_s`` is over and the run has not ended."""
         self.requested = False
+        """Whether the run is to end."""
+        self.number = 0
+        """Number of the first signal; 0: none."""
         self.early = ""
         """Why the run ends before its last step although nobody asked; empty otherwise."""
         self.stage = RunStage.STARTING
@@ -85,23 +86,24 @@ class Interruption:
         """Text on what follows the open steps after the first signal."""
         self.say = say
         """Function that shows the message after the first signal."""
-        self._clock, self._terminated_s, self._may_abandon = clock, -math.inf, False
-        self._asked: SimpleQueue[str | None] = SimpleQueue()
+        self._repeated, self._may_abandon = RepeatedSignals(clock), False
+        self._asked: SimpleQueue[int | None] = SimpleQueue()
         self._previous: dict[int, Any] = {}
+        self._lift_limit: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
             threading.Thread(target=self._answer, name="interruption", daemon=True).start()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self.receive)
             self._previous[ABANDON] = signal.signal(ABANDON, self._abandon)
+            self._previous |= ending_signals.install(SignalHandler(self.receive))
+            self._lift_limit = ending_signals.warn_before_cpu_limit()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._lift_limit()
         with self._lock:
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)
+            ending_signals.restore(self._previous)
             self._previous.clear()
         self._asked.put(None)
 
@@ -109,17 +111,23 @@ class Interruption:
     def orderly(self) -> Iterator[None]:
         """Raise Interrupted in place of any error that a signal caused during the start.
 
+        An Interrupted that passes has the number of the signal.
+
         Raises:
             Interrupted: a signal came before the first step began.
         """
         try:
             yield
+        except Interrupted as error:
+            error.number = self.number or error.number
+            raise
         except (KeyboardInterrupt, Exception):
             if self.requested and self.stage is RunStage.STARTING:  # the signal broke the start
                 raise Interrupted(
-                    "stopped before a step began, as requested",
+                    f"stopped before a step began, as requested{self.by}",
                     why="nothing had started: the run is unchanged",
                     fix="run the same command to resume",
+                    number=self.number,
                 ) from None
             raise
 
@@ -143,24 +151,26 @@ class Interruption:
             self._may_abandon = False
             raise Signalled
 
-    def receive(self, number: int, frame: FrameType | None = None) -> None:
+    def receive(self, number: int) -> None:
         """Handle a signal.
 
         Raises:
-            Signalled: no step has begun, or the signal is the second.
+            Signalled: no step has begun, or the signal is a second one.
         """
-        del frame
-        is_repeated = number == signal.SIGTERM and self._clock() - self._terminated_s < REPEAT_S
-        if self.requested and is_repeated:
-            return
+        ends_at_once = self._repeated.add(number)
         if self.requested:
-            raise Signalled
-        self.requested = True
-        if number == signal.SIGTERM:
-            self._terminated_s = self._clock()
-        self._asked.put("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
+            if ends_at_once:
+                raise Signalled(number)
+            return
+        self.requested, self.number = True, number
+        self._asked.put(number)
         if self.stage is RunStage.STARTING:
-            raise Signalled
+            raise Signalled(number)
+
+    @property
+    def by(self) -> str:
+        """Text that names the first signal, after "as requested"; empty for Ctrl-C and without a signal."""
+        return "" if self.number in (0, signal.SIGINT) else f" by {signal_name(self.number)}"
 
     def end_early(self, why: str) -> None:
         """Stop the run as on a first signal, if there is a reason."""
@@ -174,7 +184,9 @@ class Interruption:
             limit = f", at most {self.stop_s:g} s" if is_bounded else ""
             doing = self.stage.value.format(pace=self.pace, limit=limit, end=self.end)
             left = ", without this step" if self.stage is RunStage.TRAINING else ""
-            self.say(f"{asked}: {doing}; repeat to stop at once{left}")
+            name = "Ctrl-C" if asked == signal.SIGINT else signal_name(asked)
+            repeat = "Ctrl-C stops" if asked == signal.SIGXCPU else "repeat to stop"
+            self.say(f"{name}: {doing}; {repeat} at once{left}")
         try:
             if asked is not None:
                 self._asked.get(timeout=self.stop_s)
@@ -185,13 +197,14 @@ class Interruption:
                     signal.pthread_kill(threading.main_thread().ident or 0, ABANDON)
 
 
-def stopped(step: int, path: Path | None, abandoned: str = "") -> Interrupted:
+def stopped(step: int, path: Path | None, abandoned: str = "", by: str = "") -> Interrupted:
     """Return the error that ends a run on request.
 
     Args:
         step: the last finished step.
         path: the checkpoint of that step; None before the first step.
         abandoned: the steps that did not end, and why; empty if there are none.
+        by: see ``Interruption.by``.
     """
     where = f"after step {step}" if path else "before the first step"
     why = f"everything up to that step is saved in {path}" if path else "no step is saved"
@@ -199,4 +212,4 @@ def stopped(step: int, path: Path | None, abandoned: str = "") -> Interrupted:
         why = f"{abandoned}; {why}"
     elif path is None:
         why = "no step had finished"
-    return Interrupted(f"stopped {where}, as requested", why=why, fix="run the same command to resume")
+    return Interrupted(f"stopped {where}, as requested{by}", why=why, fix="run the same command to resume")

@@ -33,15 +33,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from rillflow.controller.cadence import Cadence, is_due
-from rillflow.controller.checkpoint import (
-    AHEAD,
-    COLLECTED,
-    begin_saving,
-    written,
-)
+from rillflow.controller.checkpoint import AHEAD, COLLECTED, begin_saving, written
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.interrupt import Interruption, RunStage, stopped
 from rillflow.controller.open_step import OpenStep, Phase, Save, Standing
@@ -59,6 +55,8 @@ from rillflow.workers.pending import Pending, wait_for
 
 RESCUE_S = 600.0
 """Longest wait, in seconds, for each stage of a checkpoint after an error: a rank may have died."""
+SLOW_S = 5.0
+"""Seconds after which such a checkpoint is announced while it is written."""
 
 
 class Loop:
@@ -165,13 +163,18 @@ class Loop:
             raise self._abandoned(phase, opened) from None
         except Exception as first:
             cut = opened if self._is_cut(phase, first) else ()
-            if cut or self._saves or self._is_unsaved(phase):
-                what = (str(first) or type(first).__name__).splitlines()[0]
-                self._progress.note(f"{what}; saving the finished steps first")
-                try:  # running or stuck ranks may take a while
+            if cut or self._saves or self._is_unsaved(phase):  # before any message, which may fail
+                outcome = "the finished steps were saved first"
+                slow = Timer(SLOW_S, self._progress.note, ["an error; saving the finished steps first"])
+                slow.daemon = True
+                slow.start()
+                try:
                     self._rescue(phase, cut)
                 except Exception as second:  # noqa: BLE001  the first error ended the run
-                    self._progress.note(f"no checkpoint could be written after the error: {second}")
+                    outcome = f"no checkpoint could be written after the error: {second}"
+                slow.cancel()
+                what = (str(first) or type(first).__name__).splitlines()[0]
+                self._progress.note(f"{what}; {outcome}")
             kept, lost = self._saved_step, self._place.step - self._saved_step
             again = f"; {lost} steps after it will run again" if lost else ""
             may_restart = isinstance(first, RankDied)
@@ -211,8 +214,11 @@ class Loop:
                 why += f" after its first update, so step {last} could not be saved"
         except RillflowError as error:
             why += f"; step {last} could not be saved: {error.what}"
-        saved = self._saved_step
-        return stopped(saved, self._run.checkpoints / f"step-{saved:06d}" if saved else None, why)
+        return self._stopped(self._saved_step, why)
+
+    def _stopped(self, step: int, why: str = "") -> Interrupted:
+        path = self._run.checkpoints / f"step-{step:06d}" if step else None
+        return stopped(step, path, why, by=self._interruption.by)
 
     def _rescue(self, phase: Phase, cut: Collection[OpenStep]) -> None:
         """Save the newest step with complete updates, if the weights of its roles have not changed since.
@@ -300,9 +306,9 @@ class Loop:
         self._interruption.end_early(self._cadence.exhausted(self._run.path))
         ends = step.is_last or step.number == self._interruption.last
         if step.saving or (not phase.freshness and (last or best or ends or self._is_due(step.done))):
-            path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=last or ends)
+            self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=last or ends)
             if ends:
-                raise stopped(step.number, path)
+                raise self._stopped(step.number)
 
     def _stop_between(self, phase: Phase) -> None:
         """End the run on request while no step is open.
@@ -317,7 +323,7 @@ class Loop:
         if self._is_unsaved(phase):
             self._checkpoint(phase, self._deadline_s, wait=True)
         if step == self._saved_step:
-            raise stopped(step, self._run.checkpoints / f"step-{step:06d}" if step else None)
+            raise self._stopped(step)
 
     def _stop_after(self, phase: Phase, step: OpenStep, later: Collection[OpenStep]) -> None:
         """Mark the newest open step as the run's last; the steps before it still run to their end."""
@@ -340,16 +346,16 @@ class Loop:
         self._writing, self._written_step, self.version = step.writing, step.number, place.state["version"]
         began, self._finished_at = max(step.began, self._finished_at), self._clock()
         seconds = self._finished_at - began
-        if step.unfused and not self._unfused:
-            self._unfused = step.unfused
-            self._progress.note(self._unfused)
-        for told in step.skips:
-            self._progress.note(told)
         if step.skips:
             self._run.keep_bundle(step.number)
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
         self._run.log_metrics(step.number, phase.name, metrics)
         self._place = place  # a step without a line of metrics runs again
+        if step.unfused and not self._unfused:
+            self._unfused = step.unfused
+            self._progress.note(self._unfused)
+        for told in step.skips:
+            self._progress.note(told)
         self._interruption.pace = f" (the last one took {duration(seconds)})"
 
     def _evaluate(self, phase: Phase, step: int) -> float:
@@ -432,7 +438,7 @@ class Loop:
         later: Collection[OpenStep] = (),
         *,
         wait: bool,
-    ) -> Path:
+    ) -> None:
         """Save the last complete step: the ranks' state now, or their state before later steps began.
 
         The previous checkpoint is complete afterwards; this one is complete only if ``wait``.
@@ -449,7 +455,6 @@ class Loop:
         self._settle(phase, wait_s, wait=wait, must=True)
         self._saved_at = self._clock()
         self._saving_s = self._saved_at - began
-        return self._run.checkpoints / f"step-{save.step:06d}"
 
     def _settle(self, phase: Phase, wait_s: float, *, wait: bool, must: bool = False) -> None:
         """Complete written checkpoints of closed steps; leave out others if none ``must`` be there."""

@@ -10,8 +10,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ABANDON = signal.SIGUSR1
-"""Signal that a process sends to its own main thread."""
+ABANDON = signal.SIGURG
+"""Signal that a process sends to its own main thread. No scheduler sends it."""
 
 
 @contextmanager

@@ -15,6 +15,7 @@ RUN/
   given_up.jsonl       one line per group that was sampled and not trained
   sources/             the files of the recipe's functions, in each version used
   plan.toml            the plan of a planned run
+  output.log           lines that the screen did not take; no part of the run's evidence
   media/               pictures and videos, which the report shows
   used_by/             a note of each run that stands on a checkpoint of this one
   trackers/            what each tracker has, and what it printed; no part of the run's evidence
@@ -56,6 +57,7 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 FINISHED = "finished.json"
 PLAN = "plan.toml"
+OUTPUT_LOG = "output.log"
 MEDIA = "media"
 TRACKERS = "trackers"
 USED_BY = "used_by"

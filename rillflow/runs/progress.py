@@ -3,6 +3,9 @@
 on a terminal     one bar per phase, redrawn in place, with the time left; notes scroll by above
 anywhere else     one plain line per step, readable and searchable in a log file or a notebook
 quiet             nothing
+output failed     one plain line per step in the run directory's output.log, after a note there and on stderr
+
+No method raises an error of an output: a run goes on without its screen (``runs.standard_streams``).
 """
 
 from __future__ import annotations
@@ -10,8 +13,11 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from threading import RLock
 from typing import TextIO
 
 from rich.console import Console
@@ -20,7 +26,9 @@ from rich.progress import Progress as Bars
 
 from rillflow.records.metrics import Mean, Metrics
 from rillflow.runs.formatting import duration, number, visible
+from rillflow.runs.output_log import OutputLog
 from rillflow.runs.sampler_gap import gap_warning
+from rillflow.runs.standard_streams import failure_of
 from rillflow.runs.uniform_rewards import IN_A_ROW, streaks
 
 HEADLINE = {
@@ -37,6 +45,8 @@ HEADLINE = {
     "rollout/length/mean": "length",
 }
 """Metrics in a step's line, if the step has them."""
+OUTPUT = "standard output"
+"""Name of the stream of the lines in the note on its failure."""
 WINDOW = 21
 """Number of recent steps of a phase in the median that estimates the time left."""
 
@@ -111,6 +121,7 @@ class Progress:
         stream: output stream; by default the standard output.
         quiet: show nothing.
         told: called after each step, even when quiet, with its phase, number and metrics.
+        log: file for the lines that the stream does not take any more; None: they are lost.
     """
 
     def __init__(
@@ -120,17 +131,13 @@ class Progress:
         stream: TextIO | None = None,
         quiet: bool = False,
         told: Callable[[str, int, Metrics], None] | None = None,
+        log: Path | None = None,
     ) -> None:
         self._left = TimeLeft(total_steps)
         self._quiet, self._told = quiet, told
-        self._console = Console(
-            file=sys.stdout if stream is None else stream,
-            quiet=quiet,
-            highlight=False,
-            markup=False,
-            emoji=False,
-            force_jupyter=False,
-        )
+        self._streams = {OUTPUT: sys.stdout if stream is None else stream, "standard error": sys.stderr}
+        self._console = _console(self._streams[OUTPUT], quiet=quiet)
+        self._log, self._lock = OutputLog(log), RLock()
         self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}
         self._recent: list[tuple[int, Metrics]] = []
@@ -145,10 +152,17 @@ class Progress:
             self._bars.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self._end_bars()
+        self._look_at_streams()
+        if kind is not None and len(self._streams) < 2:  # nobody may see it on a screen
+            self._log.write(str(error) or kind.__name__)
+
+    def _end_bars(self) -> None:
+        bars, self._bars = self._bars, None
+        if bars is not None:
+            with suppress(OSError, ValueError):
+                bars.stop()
 
     def step(self, phase: str, step: int, metrics: Metrics, seconds: float) -> None:
         """Show a completed step as bar or line, and warn of uniform rewards and of a distant sampler."""
@@ -169,6 +183,7 @@ class Progress:
             for name, task in self._tasks.items():
                 self._bars.update(task, completed=self._left.done(name), left=self._phase_text(name))
             self._bars.update(self._tasks[phase], numbers="  ".join(numbers))
+            self._look_at_streams()
         self._warn(phase, step, metrics)
         if self._told is not None:
             self._told(phase, step, metrics)
@@ -202,8 +217,41 @@ class Progress:
         return "" if seconds is None else f"{duration(seconds)} left"
 
     def _write(self, text: str) -> None:
-        # A console would wrap a long line at its width; a log needs unbroken lines.
-        self._console.print(text, soft_wrap=True)
+        with self._lock:
+            if OUTPUT in self._streams:
+                try:
+                    # A console would wrap a long line at its width; a log needs unbroken lines.
+                    self._console.print(text, soft_wrap=True)
+                except (OSError, ValueError) as error:  # of a stream that is not guarded, or closed
+                    self._lose(OUTPUT, error)
+                self._look_at_streams()
+            if OUTPUT not in self._streams:
+                self._log.write(text)
+
+    def _look_at_streams(self) -> None:
+        """Note each stream that has failed."""
+        with self._lock:
+            for name, stream in [*self._streams.items()]:
+                if (error := failure_of(stream)) is not None:
+                    self._lose(name, error)
+
+    def _lose(self, name: str, error: OSError | ValueError) -> None:
+        """Go on without a stream; note that in the log and on the other stream."""
+        del self._streams[name]
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        text = f"note: {name} cannot be written any more ({reason}); the run goes on"
+        if name == OUTPUT:
+            self._end_bars()
+            text += f", and its lines are in {self._log.path}" if self._log.path else " without it"
+        self._log.write(text)
+        for stream in self._streams.values():
+            with suppress(OSError, ValueError):
+                stream.write(f"{visible(text)}\n")
+                stream.flush()
+
+
+def _console(stream: TextIO, *, quiet: bool) -> Console:
+    return Console(file=stream, quiet=quiet, highlight=False, markup=False, emoji=False, force_jupyter=False)
 
 
 def _bars(console: Console) -> Bars:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from threading import Thread
 from typing import Any
 
@@ -17,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rillflow.errors import StreamError
+from rillflow.runs.ending_signals import handled
 
 HEAD_WITHIN_S = 10.0
 BACKLOG = 2048
@@ -50,6 +52,16 @@ HOW: dict[str, Any] = {
     "timeout_graceful_shutdown": 1,
 }
 """Uvicorn settings of every application."""
+
+
+class SignalledServer(uvicorn.Server):  # type: ignore[misc]
+    """A server that every ending signal ends as SIGTERM does: open requests are answered first."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while the server runs; uvicorn raises them again when it has ended."""
+        with super().capture_signals(), handled(lambda number: self.handle_exit(number, None)):
+            yield
 
 
 def bound(port: int, host: str = "127.0.0.1") -> socket.socket:
@@ -91,7 +103,7 @@ class LoopbackServer(AbstractContextManager["LoopbackServer"]):
     """
 
     def __init__(self, app: Any, listening: socket.socket) -> None:
-        self._inner, self._socket = uvicorn.Server(uvicorn.Config(app, **HOW)), listening
+        self._inner, self._socket = SignalledServer(uvicorn.Config(app, **HOW)), listening
         host, port = listening.getsockname()[:2]
         self.url = f"http://{host}:{port}/v1"
         """Base URL for clients."""

@@ -328,5 +328,6 @@ def _beat(place: Place, connection: socket.socket) -> None:
         pass
     except OSError as error:
         why = f"the driver cannot be reached: {error}"
-    os.write(2, f"{place} ends: {why}\n".encode())
+    with suppress(OSError):  # its screen may have gone
+        os.write(2, f"{place} ends: {why}\n".encode())
     os._exit(1)

@@ -6,13 +6,13 @@
 Files: Ray opens its own folder to everybody, so it is below a folder of mode 0700; ``~/.ray/auth_token`` is
 made with mode 0600 before Ray would make it with 0644.
 
-Signals: ``ray.init`` replaces the driver's handler of SIGTERM, and starts daemons that end on SIGTERM. Slurm
-sends SIGTERM to all processes of a job at once, and ``kill`` can send it to a whole process group. The ranks
-must not be gone before the driver has saved their state, so
+Signals: ``ray.init`` replaces the driver's handler of SIGTERM, and starts daemons that SIGTERM would end.
+Slurm sends its signals to all processes of a job at once; a terminal that closes sends SIGHUP, and ``kill``
+any signal, to a whole process group. The ranks must not be gone before the driver has saved their state, so
 
     driver       keeps its handler
-    daemons      start with SIGTERM blocked; ``ray.shutdown`` and the watchdog end them
-    ranks        ignore SIGTERM; programs that they start do not
+    daemons      start with ending signals blocked; ``ray.shutdown`` and the watchdog end them
+    ranks        ignore ending signals; programs that they start do not
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 import ray
 import torch
 from ray import exceptions as faults
 
 from rillflow.errors import ClusterError
+from rillflow.runs.ending_signals import ENDING
 from rillflow.workers import nodes
 from rillflow.workers.watchdog import MARK, end, end_once, watch
 
@@ -197,7 +197,9 @@ def warn_without_token(address: str) -> None:
 
 @contextmanager
 def kept_by_driver() -> Iterator[None]:
-    """Keep the driver's SIGTERM handler across ``ray.init``; processes started inside have SIGTERM blocked.
+    """Keep the driver's SIGTERM handler across ``ray.init``; processes started inside block ending signals.
+
+    Ray itself blocks SIGINT in them, so Ctrl-C ends a start that hangs.
 
     A signal that arrives in between is handled afterwards.
 
@@ -206,7 +208,7 @@ def kept_by_driver() -> Iterator[None]:
     """
     is_main = threading.current_thread() is threading.main_thread()
     handler, is_ended = signal.getsignal(signal.SIGTERM), False
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING} - {signal.SIGINT})
     try:
         yield
     except SystemExit:  # Ray's own handler: a thread without blocked SIGTERM took the signal
@@ -220,13 +222,3 @@ def kept_by_driver() -> Iterator[None]:
         raise ClusterError(
             "Ray did not start", why="a SIGTERM arrived during the start", fix="run the command again"
         )
-
-
-def left_to_driver() -> None:
-    """Make this process, a rank, ignore SIGTERM; programs that it starts get the default again."""
-    signal.signal(signal.SIGTERM, _ignore)  # exec resets a Python handler to the default, but keeps SIG_IGN
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Ignore the signal: the driver has received it too, and ends the ranks."""

@@ -59,7 +59,7 @@ class _Process:
 
 
 def _with_signals() -> None:
-    """Let a new process have SIGINT and SIGTERM, which Ray's workers ignore or block."""
+    """Let a new process have SIGINT and SIGTERM, which Ray's workers ignore, and all that they block."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

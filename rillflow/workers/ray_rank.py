@@ -24,6 +24,7 @@ from ray import exceptions as faults
 
 from rillflow.errors import ClusterError, Signalled
 from rillflow.runs.abandoning import ABANDON
+from rillflow.runs.ending_signals import leave_to_driver
 from rillflow.runs.environment import usable_cores
 from rillflow.workers import nodes
 from rillflow.workers.backend import Site
@@ -31,7 +32,6 @@ from rillflow.workers.collectives import Stranded
 from rillflow.workers.liveness import beat
 from rillflow.workers.messages import Slot, cannot_travel
 from rillflow.workers.nodes import Seating
-from rillflow.workers.ray_cluster import left_to_driver
 from rillflow.workers.ray_losses import loss, raise_cause
 from rillflow.workers.ray_messages import Body, by_name, opened, packed, replies, unpacked
 
@@ -45,7 +45,7 @@ class RankProcess:
 
     def __init__(self, paths: Sequence[str]) -> None:
         sys.path += [path for path in paths if path not in sys.path]
-        left_to_driver()
+        leave_to_driver()
         self._node = ray.util.get_node_ip_address()
         self._store: Any = None
         self._held: dict[str | int, Any] = {}

@@ -4,7 +4,8 @@
        ├── sends a byte ──> every process with the cluster's mark is killed
        └── has died ──────> the same, and the cluster's folder is removed
 
-A child of ``start_child`` that calls ``end_with`` ends with its parent, by the kernel.
+A child of ``start_child`` that calls ``end_with`` ends with its parent, by the kernel. It survives signals of
+a scheduler to all processes of a job, and a screen that goes away.
 Ray's daemons end at once after a killed driver, but their helper processes need a minute. The watchdog runs
 as a script and imports only the standard library.
 """
@@ -28,6 +29,7 @@ MARK = "RILLFLOW_CLUSTER"
 """Environment variable that processes of a cluster inherit; its value is the cluster's folder."""
 _LEAVE_S = 10.0
 """Longest time in seconds to leave a cluster."""
+_BEGIN = "import sys; from rillflow.workers.watchdog import begin_child; begin_child(int(sys.argv[1])); "
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
 """Seconds between two checks that the driver is alive."""
@@ -72,7 +74,7 @@ def end_once(watchdog: subprocess.Popen[bytes], is_left: Callable[[], bool]) -> 
 def start_child(
     boot: str, *arguments: int, descriptors: Sequence[int], told: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that can import what this one can; Ctrl-C reaches only its parent.
+    """Start a Python process that can import what this one can; it leaves ending signals to this one.
 
     Start it in a thread that lives on: if the child calls ``end_with``, it ends with that thread.
 
@@ -82,13 +84,25 @@ def start_child(
         descriptors: file descriptors that stay open in it.
         told: further environment variables.
     """
-    return subprocess.Popen(
-        [sys.executable, "-c", boot, *map(str, (os.getpid(), *arguments))],
-        stdin=subprocess.DEVNULL,
-        pass_fds=descriptors,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(told or {})},
-        start_new_session=True,
-    )
+    from rillflow.runs.ending_signals import blocked  # the watchdog runs as a script, without the package
+
+    with blocked():
+        return subprocess.Popen(
+            [sys.executable, "-c", _BEGIN + boot, *map(str, (os.getpid(), *arguments))],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(told or {})},
+            start_new_session=True,
+        )
+
+
+def begin_child(driver: int) -> None:
+    """Let a process of ``start_child`` outlive the signals and the screen of its driver."""
+    from rillflow.runs.ending_signals import leave_to_driver
+    from rillflow.runs.standard_streams import keep_going
+
+    leave_to_driver(driver)
+    keep_going()
 
 
 def how_ended(code: int) -> str:
@@ -107,6 +121,7 @@ def end_with(driver: int) -> None:
 
 
 def _main(driver: int, folder: str) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # it ends with the driver, not before
     is_told = False
     while os.getppid() == driver:
         if select.select([sys.stdin], [], [], _LOOK_S)[0]:

@@ -91,7 +91,7 @@ exit 0
 """,
     "rillflow": """#!/bin/bash
 echo "rillflow $*" >> "$CALLS"
-trap 'sleep 0.3; echo stopped >> "$CALLS"; exit 130' TERM
+trap 'sleep 0.3; echo stopped >> "$CALLS"; exit 143' TERM
 touch "$READY"
 [ -n "$CODE" ] && exit "$CODE"
 while true; do sleep 0.05; done
@@ -131,10 +131,10 @@ def test_a_job_at_its_time_limit_stops_with_a_checkpoint_and_is_queued_again(tmp
     stop_s = re.search(r"run\.stop_s=(\d+)", typed)
     assert kind == "B:USR1" and "requeue" in options
     assert stop_s is not None and int(stop_s[1]) <= int(seconds) - 60, "a checkpoint has to be written too"
-    assert code == 130 and calls[-2:] == ["stopped", "scontrol requeue 1234567"]
+    assert code == 143 and calls[-2:] == ["stopped", "scontrol requeue 1234567"]
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 130), (None, 1), (None, 0)])
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (None, 1), (None, 0)])
 def test_a_cancelled_failed_or_finished_job_is_not_queued_again(
     tmp_path: Path, sent: signal.Signals | None, code: int
 ) -> None:

@@ -72,5 +72,5 @@ def ended_in_the_middle(
     hold.unlink()
     code = process.wait(60)
     assert not psutil.wait_procs(children, timeout=20)[1], "a child outlived the run"
-    assert code == (-9 if signal.SIGKILL in how else 130), process.said
+    assert code == (-9 if signal.SIGKILL in how else 128 + how[-1]), process.said
     return process.said

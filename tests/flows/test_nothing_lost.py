@@ -60,7 +60,10 @@ def test_an_outage_of_the_reward_loses_no_step_and_the_same_command_goes_on(
     assert tiny.run("late") == 1
     said = capsys.readouterr()
     assert "the judge is down" in said.err
-    failure, saved = said.out.index("the judge is down"), said.out.index("; saving the finished steps first")
+    failure, saved = (
+        said.out.index("the judge is down"),
+        said.out.index("; the finished steps were saved first"),
+    )
     assert failure < saved < said.out.index("step 4 is saved: run the same command to resume")
     assert tiny.steps_kept("late") == [4]
     assert "report so far: " in said.out and (folder / "report.html").is_file()

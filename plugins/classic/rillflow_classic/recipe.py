@@ -41,7 +41,7 @@ class LoadedClassicRecipe(PluginRecipe):
     may_change: ClassVar[Sequence[str]] = (
         *("algorithm.steps", "environment.run", "environment.processes", "environment.step_timeout_s"),
         *("workers.threads", "evaluate"),
-        *(f"run.{name}" for name in ("dir", "tags", "threads", "keep_checkpoints", "trackers")),
+        *(f"run.{name}" for name in ("dir", "tags", "threads", "keep_checkpoints", "restarts", "trackers")),
     )
 
     @classmethod

@@ -13,15 +13,16 @@ Loop (in the main thread)
     consumes      items of the plan
     waits for     the plan
     produces      lines and checkpoints of the run directory
-    shuts down    first signal: after the present step, without a checkpoint of its own, because one outside
-                  the cadence would change the steps that follow; second signal: at once
+    shuts down    first signal: after the present step. Plans that take fragments as they come write a
+                  checkpoint; others do not, because one outside the cadence would change the steps that
+                  follow. Second signal: at once. Error: the same, if the learners are as after the last step
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +114,9 @@ class ClassicLoop:
             self._evaluate(0)
         self._run.interruption.stage, self._run.interruption.end = RunStage.TRAINING, ""
         self._plan.reset(seed_of(self._seed, step))
-        while step < self._steps:
-            step = self._until_checkpoint(step)
+        with self._rescued(step):
+            while step < self._steps:
+                step = self._until_checkpoint(step)
         self._evaluate(step)
         if self._evaluation.video:
             self._record(step)
@@ -125,16 +127,37 @@ class ClassicLoop:
         last = min(self._steps, kept - kept % every + every)
         for step in range(kept + 1, last + 1):
             self._step(step)
+            self._made, self._versions = step, self._learned()
             if is_due(step, self._evaluation.every):
                 self._evaluate(step)
             if asked.requested and step < last:
-                raise self._stopped(step, kept)
+                if not self._is_in_step:
+                    self._save(step)
+                raise self._stopped(step, kept if self._is_in_step else step)
         self._save(last)
         if asked.requested and last < self._steps:
             raise self._stopped(last, last)
         if self._is_in_step and last < self._steps:
             self._plan.reset(seed_of(self._seed, last))
         return last
+
+    @contextmanager
+    def _rescued(self, kept: int) -> Iterator[None]:
+        """Save the last step of a plan without cadence when an error ends the run, before any message."""
+        self._made = self._saved = kept
+        try:
+            yield
+        except Interrupted:
+            raise
+        except Exception:
+            if not self._is_in_step and self._made > self._saved and self._versions == self._learned():
+                with suppress(Exception):  # the first error ends the run
+                    self._save(self._made)
+            raise
+
+    def _learned(self) -> dict[str, int]:
+        """Return the version of each learner's weights."""
+        return {name: learner.version for name, learner in self._plan.learners.items()}
 
     def _step(self, step: int) -> None:
         began_s, elapsed_s = time.perf_counter(), self._directory.elapsed_s()
@@ -162,11 +185,12 @@ class ClassicLoop:
 
         state = {"step": step, "objects": states}
         save_in(self._directory, step, write, state, self._recipe.run.keep_checkpoints)
+        self._saved = step
 
     def _stopped(self, step: int, kept: int) -> Interrupted:
         again = f"; steps {kept + 1} to {step} are repeated" if kept < step else ""
         return Interrupted(
-            f"stopped after step {step}, as requested",
+            f"stopped after step {step}, as requested{self._run.interruption.by}",
             why=f"everything up to step {kept} is saved{again} (run.checkpoint_every)",
             fix="run the same command to resume",
         )

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rillflow.cli.main import main
@@ -38,7 +39,7 @@ SHORT: dict[str, dict[str, Any]] = {
 
 def words(recipe: str, run: Path, more: dict[str, Any]) -> list[str]:
     """Return the words of a command that runs a short form of a recipe in a directory."""
-    given = {"evaluate.video": "false", "evaluate.episodes": 0, **SHORT[recipe], **more}
+    given = {"evaluate.video": "false", "evaluate.episodes": 0, **SHORT.get(recipe, {}), **more}
     changed = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
     return ["run", str(RECIPES / recipe / "run.toml"), "--dir", str(run), *changed]
 
@@ -94,3 +95,39 @@ def test_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(
     assert kept and max(kept) < SHORT[recipe]["algorithm.steps"], "it is killed between two checkpoints"
     assert main([*words(recipe, part, more), "--quiet"]) == 0
     assert final(part) == final(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "more", "is_exact"),
+    [
+        ("ppo_cartpole", {}, True),
+        ("ppo_cartpole", {"workers.trainers": 2}, True),
+        ("a3c_cartpole", {"run.checkpoint_every": 6, "algorithm.steps": 16}, False),
+    ],
+)
+def test_a_run_whose_fork_server_is_killed_repairs_itself(
+    recipe: str, more: dict[str, Any], is_exact: bool, tmp_path: Path
+) -> None:
+    """A plan in rounds has the bits of an undisturbed run; another one saves its present step."""
+    settings = {**PROCESSES, **more}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rillflow.cli.main", *words(recipe, tmp_path / "part", settings)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = list[str]()
+    for line in process.stdout:
+        said.append(line)
+        if " 9/" in line and len(said) < 12:
+            children = psutil.Process(process.pid).children()
+            (server,) = (each for each in children if "fork_server" in " ".join(each.cmdline()))
+            server.kill()
+    assert process.wait() == 0, "".join(said)
+    assert any("all ranks start again from step" in line for line in said), "".join(said)
+    if is_exact:
+        assert main([*words(recipe, tmp_path / "whole", settings), "--quiet"]) == 0
+        assert final(tmp_path / "part") == final(tmp_path / "whole")
+    else:
+        assert not any("are repeated" in line for line in said), "".join(said)

@@ -75,12 +75,12 @@ def plan(arguments: argparse.Namespace) -> int:
     )
     lines = decision_lines(found)
     title = statement.title
-    _print(arguments, [title, *lines], decision_data(found))
     if arguments.out is not None:
         _write(arguments.out, plan_text(plans[0]))
     if arguments.plot is not None:
         page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines)
         _write(arguments.plot, page)
+    _print(arguments, [title, *lines], decision_data(found))
     return DONE
 
 
@@ -210,9 +210,9 @@ def simulate(arguments: argparse.Namespace) -> int:
     found = _simulated(statement.problem, plan, steps, seed=seed, settings=settings)
     title = f"{plan.name} on {statement.problem.hardware.name}, freshness {plan.freshness:g}, seed {seed}"
     lines = simulation_lines(plan, found, statement)
-    _print(arguments, [f"{title}: {steps} steps simulated", *lines], simulation_data(plan, found, statement))
     if arguments.plot is not None:
         _write(arguments.plot, plan_page(title, found, lines))
+    _print(arguments, [f"{title}: {steps} steps simulated", *lines], simulation_data(plan, found, statement))
     return DONE
 
 
@@ -225,10 +225,10 @@ def calibrate(arguments: argparse.Namespace) -> int:
     hardware = None if arguments.cluster is None else open_cluster(arguments.cluster)
     observations = observe(arguments.run, hardware, arguments.algorithms)
     found = fit(observations)
-    _print(arguments, calibration_lines(found), calibration_data(found))
     if arguments.out is not None:
         text = cluster_text(found.factors, observations, arguments.cluster, arguments.run)
         _write(arguments.out, text)
+    _print(arguments, calibration_lines(found), calibration_data(found))
     return DONE
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from rillflow.serving.server import HOW
+from rillflow.serving.server import HOW, SignalledServer
 from rillflow_service.access import token_for, write_private
 from rillflow_service.app import MAX_WEIGHT_BYTES, StreamsApp
 from rillflow_service.plane import Plane
@@ -40,7 +40,7 @@ def listening(folder: Path, host: str, token_file: Path | None) -> str:
     return token
 
 
-class FolderServer(uvicorn.Server):  # type: ignore[misc]
+class FolderServer(SignalledServer):
     """Server on a Unix socket, which the folder shows as ``socket`` while the server answers.
 
     Args:
@@ -90,7 +90,7 @@ def main() -> None:
     size = asked.weights_bytes
     app = StreamsApp(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
     if asked.host:
-        server = uvicorn.Server(uvicorn.Config(app, **HOW, host=asked.host, port=asked.port))
+        server = SignalledServer(uvicorn.Config(app, **HOW, host=asked.host, port=asked.port))
     else:
         server = FolderServer(app, asked.folder)
     with suppress(KeyboardInterrupt):

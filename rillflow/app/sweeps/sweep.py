@@ -14,6 +14,7 @@ Loop (in the main thread)
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,12 +22,13 @@ from pathlib import Path
 
 from rillflow.app.recipe import LoadedRecipe
 from rillflow.app.resume import is_finished
-from rillflow.app.sweeps.jobs import INTERRUPTED, ForeignJob, Jobs, SweepJob, is_held
+from rillflow.app.sweeps.jobs import ForeignJob, Jobs, SweepJob, is_held
 from rillflow.app.sweeps.median import Result, below_median
 from rillflow.app.sweeps.plan import SweepPlan, SweepRun
 from rillflow.app.sweeps.table import CaseResult, RunResult, RunState, as_csv, as_json, as_text, ranked
-from rillflow.errors import Interrupted
+from rillflow.errors import Interrupted, signal_of
 from rillflow.runs import durable
+from rillflow.runs.ending_signals import ENDING, signal_name
 from rillflow.runs.json_lines import JSON, encode, read_json
 from rillflow.runs.reader import EvaluationRecord, read_evaluations
 from rillflow.runs.summary import alike
@@ -117,7 +119,11 @@ class Sweep:
             elif isinstance(job, ForeignJob):
                 self._waiting.insert(0, run)
             else:
-                why = "it was interrupted" if code == INTERRUPTED else error_in(run.log)
+                why = (
+                    f"it was ended by {signal_name(code - 128)}"
+                    if code - 128 in ENDING
+                    else error_in(run.log)
+                )
                 self._failed[run] = why or f"it ended with exit code {code}"
                 self._say(f"{run.name}: failed: {self._failed[run]}")
             self._written()
@@ -151,11 +157,15 @@ class Sweep:
         """
         try:
             yield
-        except KeyboardInterrupt:
-            self._say("stopping: each run finishes its step and writes a checkpoint; repeat to stop at once")
+        except KeyboardInterrupt as signalled:
+            number = signal_of(signalled)
             try:
                 for job in self._running.values():
                     job.interrupt()
+                name = "Ctrl-C" if number == signal.SIGINT else signal_name(number)
+                self._say(
+                    f"{name}: each run finishes its step and writes a checkpoint; repeat to stop at once"
+                )
                 while any(
                     job.poll() is None for job in self._running.values() if not isinstance(job, ForeignJob)
                 ):
@@ -168,6 +178,7 @@ class Sweep:
                 "the sweep was stopped, as requested",
                 why=f"its runs are in {self._plan.path}",
                 fix="run the same command to resume",
+                number=number,
             ) from None
         except BaseException:
             for job in self._running.values():

@@ -33,6 +33,7 @@ from typing import Any, cast
 
 from rillflow.errors import RillflowError, RunDirectoryError
 from rillflow.runs import layout
+from rillflow.runs.ending_signals import ENDING
 from rillflow.runs.json_lines import JSON, encode, read_json
 from rillflow.runs.lock import Lock
 from rillflow.runs.reader import read_config, read_starts
@@ -299,7 +300,7 @@ def state_file(run: Path, name: str) -> Path:
 
 def main(plan: str) -> int:
     """Run the worker of a plan in JSON; leave signals to the driver, and the processor to training."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(10)

@@ -22,6 +22,7 @@ from rillflow.graph.graph import Graph
 from rillflow.records.metrics import Mean
 from rillflow.runs import layout
 from rillflow.runs.reader import read_metrics
+from rillflow.workers.backend import RankDied, RankLost
 
 
 class CountingRecipe(Section):
@@ -109,6 +110,23 @@ def test_a_resumed_run_keeps_what_may_not_change(tmp_path: Path) -> None:
     assert sums(tmp_path / "run") == {1: 2} and (tmp_path / "run.old-1").is_dir()
 
 
+def test_a_run_whose_ranks_die_starts_again_from_its_checkpoint_and_says_the_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deaths = [RankLost("has died", why="process 7 ended by SIGKILL"), RankDied("no worker is left")]
+
+    def die(phase: str, step: int, metrics: object) -> None:
+        if step == 2 and deaths:  # before its checkpoint
+            raise deaths.pop(0)
+
+    loaded(tmp_path, first=5).run(told=die)
+    assert sums(tmp_path / "run") == {1: 6, 2: 7, 3: 8, 4: 9}
+    said = capsys.readouterr().out
+    assert "a worker has died; all ranks start again from step 1 (restart 1 of 3)" in said
+    assert "no worker is left; all ranks start again from step 1 (restart 2 of 3)" in said
+    assert said.count("; 1 steps without a checkpoint are repeated") == 2
+
+
 def test_a_problem_stops_the_run_before_it_writes(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, first=-1)
     with pytest.raises(ConfigError, match="first is -1"):
@@ -122,7 +140,7 @@ def test_a_check_shows_settings_and_their_origins(tmp_path: Path) -> None:
     assert report.topics["count"] == ["to 3"] and not report.problems
     assert "steps = 3  (--set)" in report.topics["settings"]
     assert 'kind = "counting"  (count.toml)' in report.topics["settings"]
-    assert report.topics["settings"][-1] == "and 5 more have their defaults; --all shows them"
+    assert report.topics["settings"][-1] == "and 6 more have their defaults; --all shows them"
     every = recipe.check(every_setting=True).topics["settings"]
     assert "first = 0  (default)" in every and "run.keep_checkpoints = 2  (default)" in every
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
-from rillflow.cli.failure import explain_failure
+from rillflow.cli.failure import exit_code, explain_failure
 from rillflow.errors import (
     ConfigError,
     DataError,
@@ -13,6 +15,7 @@ from rillflow.errors import (
     RewardError,
     RillflowError,
     RunDirectoryError,
+    Signalled,
     TrainingError,
 )
 
@@ -71,6 +74,15 @@ def test_an_interruption_is_no_error(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_second_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain_failure(raised(KeyboardInterrupt()), debug=False) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_end_by_a_signal_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain_failure(raised(Signalled(signal.SIGHUP)), debug=False) == 129
+    assert capsys.readouterr().err.startswith("interrupted by SIGHUP; ")
+
+
+def test_a_stop_by_a_signal_has_its_code() -> None:
+    assert exit_code(Interrupted("stopped after step 3", number=signal.SIGXCPU)) == 128 + signal.SIGXCPU
 
 
 def test_an_unexpected_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:

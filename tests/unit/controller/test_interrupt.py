@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 
-from rillflow.controller.interrupt import REPEAT_S, Interruption, RunStage
+from rillflow.controller.interrupt import Interruption, RunStage, stopped
 from rillflow.errors import Interrupted, Signalled
 from rillflow.runs.abandoning import ABANDON, whole
+from rillflow.runs.ending_signals import REPEAT_S, signal_name
 
 
 def training(interruption: Interruption) -> Interruption:
@@ -22,7 +24,10 @@ def training(interruption: Interruption) -> Interruption:
     return interruption
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM, signal.SIGPROF)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, *WARNINGS])
 def test_first_asks_and_second_ends(number: signal.Signals) -> None:
     before, clock_s = signal.getsignal(number), [0.0]
     with training(Interruption(clock=lambda: clock_s[0])) as interruption:
@@ -30,9 +35,23 @@ def test_first_asks_and_second_ends(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
         assert interruption.requested
         clock_s[0] = REPEAT_S
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Signalled) as caught:
             os.kill(os.getpid(), number)
+    assert caught.value.number == number
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *WARNINGS])
+def test_the_error_that_ends_the_run_has_the_signal(number: signal.Signals) -> None:
+    with (
+        training(Interruption()) as interruption,
+        pytest.raises(Interrupted) as caught,
+        interruption.orderly(),
+    ):
+        os.kill(os.getpid(), number)
+        raise stopped(3, Path("step-000003"), by=interruption.by)
+    assert caught.value.number == number
+    assert caught.value.what == f"stopped after step 3, as requested by {signal_name(number)}"
 
 
 def test_a_sigterm_that_a_launcher_forwards_at_once_is_the_first_one_again() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from rillflow.errors import ClusterError
-from rillflow.workers.backend import RankLost, Site
+from rillflow.workers.backend import RankDied, RankLost, Site
 from rillflow_classic.operators.context import NotReady, Operator, PlanContext, SourceWorker, label_of
 from rillflow_classic.operators.nodes import PlanNode
 from rillflow_classic.worker_set import DEADLINE_S, Method, WorkerCall, WorkerSet, bound, wait_any
@@ -104,7 +104,8 @@ class _Opened:
         """Return a call's result; NotReady if its worker is lost, which is left out from then on.
 
         Raises:
-            ClusterError: it was the last one, or it does not answer.
+            RankDied: it was the last one.
+            ClusterError: it does not answer.
         """
         while self._context.looks and not call.is_ready:
             yield NotReady(calls=(call,))
@@ -118,7 +119,7 @@ class _Opened:
             self._context.lost(source, error)
             if self.live:
                 return NotReady()
-            raise ClusterError(
+            raise RankDied(
                 f"no worker of {self._workers.pool!r} is left; there were {self._workers.size}",
                 why=f"the last one {error.what}: {error.why}",
                 fix="correct what ended it, then run the same command to resume",

@@ -25,10 +25,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rillflow.errors import ClusterError
 from rillflow.records.metrics import Max, Mean, Metrics, Sum, merge_metrics
 from rillflow.runs.reader import Evaluation
-from rillflow.workers.backend import Pool, RankLost
+from rillflow.workers.backend import Pool, RankDied, RankLost
 from rillflow_classic.build import Parts, keep_state, open_backend
 from rillflow_classic.checkpointed import CheckpointedObjects, State
 from rillflow_classic.config import PopulationConfig
@@ -221,10 +220,10 @@ class PopulationSystem:
         """Start a new process for a lost member, with the learners of the best one that is there.
 
         Raises:
-            ClusterError: all members are lost.
+            RankDied: all members are lost.
         """
         if not there:
-            raise ClusterError(f"all {self.members.size} members are lost", why=str(error)) from None
+            raise RankDied(f"all {self.members.size} members are lost", why=str(error)) from None
         copied = self._best_of(there)
         states = self._read(copied, "states", list(self._learners))
         self.members.start_again(index, error)
