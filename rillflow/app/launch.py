@@ -35,7 +35,7 @@ from rillflow.app.role_table import roles_of
 from rillflow.app.row_names import rows_named
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.decisions import RecordedDecisions
-from rillflow.controller.interrupt import Interruption, RunStage
+from rillflow.controller.interrupt import Interruption, RunStage, stopped
 from rillflow.errors import Interrupted, RillflowError, RunDirectoryError
 from rillflow.placement.plan import Plan
 from rillflow.records.metrics import Metrics
@@ -237,6 +237,7 @@ def restarted(
 
     Raises:
         RankDied: the last restarts brought no new checkpoint; it is the first death of them.
+        Interrupted: the user asked to stop before a step of the restarted run began.
     """
     from rillflow.workers.backend import RankDied
 
@@ -256,6 +257,12 @@ def restarted(
             made += 1
             what = str(died).splitlines()[0]
             progress.note(f"{what}; all ranks start again from step {step} (restart {made} of {most})")
+            asked.stage = RunStage.STARTING  # Ctrl-C ends the start of the ranks at once
+        except KeyboardInterrupt:
+            if first is None or asked.stage is not RunStage.STARTING:
+                raise
+            path = run.checkpoints / f"step-{before:06d}"
+            raise stopped(before, path if before else None) from None
 
 
 def _train_steps(

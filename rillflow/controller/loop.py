@@ -36,12 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.controller.cadence import Cadence, is_due
-from rillflow.controller.checkpoint import (
-    AHEAD,
-    COLLECTED,
-    begin_saving,
-    written,
-)
+from rillflow.controller.checkpoint import AHEAD, COLLECTED, begin_saving, written
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.interrupt import Interruption, RunStage, stopped
 from rillflow.controller.open_step import OpenStep, Phase, Save, Standing
@@ -168,10 +163,15 @@ class Loop:
             if cut or self._saves or self._is_unsaved(phase):
                 what = (str(first) or type(first).__name__).splitlines()[0]
                 self._progress.note(f"{what}; saving the finished steps first")
-                try:  # running or stuck ranks may take a while
-                    self._rescue(phase, cut)
+                try:
+                    with self._interruption.abandonable():  # running or stuck ranks may take a while
+                        self._rescue(phase, cut)
                 except Exception as second:  # noqa: BLE001  the first error ended the run
                     self._progress.note(f"no checkpoint could be written after the error: {second}")
+                except KeyboardInterrupt:
+                    if not self._interruption.is_over:  # a second signal
+                        raise
+                    self._progress.note("no checkpoint could be written after the error in time")
             kept, lost = self._saved_step, self._place.step - self._saved_step
             again = f"; {lost} steps after it will run again" if lost else ""
             may_restart = isinstance(first, RankDied)
@@ -222,6 +222,9 @@ class Loop:
             cut: open steps that may be complete except for results of dead ranks, oldest first.
         """
         wait_s = min(RESCUE_S, self._deadline_s)
+        if not cut and not phase.freshness:  # nothing of the open step is kept
+            self._keep_written(wait_s)
+            phase.executor.abandon()
         phase.executor.mend(phase.trained, wait_s)
         self._saves = deque(each for each in self._saves if each.flight is None or each.flight.is_written)
         self._settle(phase, wait_s, wait=True)
@@ -230,8 +233,8 @@ class Loop:
         for step in cut:
             if not self._salvaged(phase, step, wait_s):
                 break
-        is_unsaved = may_save and self._place.step > self._saved_step
-        if is_unsaved and phase.updates(wait_s) == self._place.updates:
+        may_save &= self._place.step > self._saved_step
+        if may_save and phase.updates(wait_s) == self._place.updates:
             self._keep_written(wait_s)
             save = self._begin_saving(phase, self._place.step, self._place.rows)
             self._checkpoint(phase, wait_s, save, wait=True)

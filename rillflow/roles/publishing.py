@@ -142,8 +142,8 @@ class ReshardedWeights:
     def turn_to_training(self) -> None:
         """See SharedWeights."""
         if self._switch.is_generating:
+            self._asleep()  # an engine may take its time, and a stopped run need not wait
             with whole():
-                self._asleep()
                 self._switch.to_training()
 
 

@@ -17,6 +17,7 @@ import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 PORTS = 4
 """Listening sockets that a process may open while it makes a group; gloo opens one."""
@@ -82,22 +83,24 @@ class PeerConnections:
 def _sockets() -> dict[int, _Socket]:
     """Return the TCP sockets of this process that listen or are connected, by number."""
     found = dict[int, _Socket]()
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # listdir's own descriptor, or one that another thread has closed
+    for descriptor in (int(each.name) for each in Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):  # of the listing itself, or another thread has closed it
             status = os.fstat(descriptor)
-            if stat.S_ISSOCK(status.st_mode):
-                found |= {status.st_ino: each for each in _tcp(descriptor)}
+            each = _tcp(descriptor) if stat.S_ISSOCK(status.st_mode) else None
+            if each is not None:
+                found[status.st_ino] = each
     return found
 
 
-def _tcp(descriptor: int) -> Iterator[_Socket]:
-    """Yield a socket if it is of TCP, and listens or is connected.
+def _tcp(descriptor: int) -> _Socket | None:
+    """Return a socket that listens or is connected; None if it is not of TCP.
 
     Raises:
         OSError: it does neither.
     """
     with socket.socket(fileno=os.dup(descriptor)) as there:
-        if there.family in (socket.AF_INET, socket.AF_INET6) and there.type == socket.SOCK_STREAM:
-            listens = there.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            peer = 0 if listens else there.getpeername()[1]
-            yield _Socket(port=there.getsockname()[1], peer_port=peer, descriptor=descriptor)
+        if there.family not in (socket.AF_INET, socket.AF_INET6) or there.type != socket.SOCK_STREAM:
+            return None
+        listens = there.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        peer = 0 if listens else there.getpeername()[1]
+        return _Socket(port=there.getsockname()[1], peer_port=peer, descriptor=descriptor)
