@@ -19,6 +19,10 @@ steps = 5
 {SUMS}[evaluate]
 problems = 4
 """
+REWARD = """
+def reward(prompts, completions, **_):
+    return [sum(letter < "5" for letter in text) / 3 for text in completions]
+"""
 PLACES = {
     "one": (),
     "threads": ("placement.pools={main=2}", "placement.backend=inline"),
@@ -41,7 +45,7 @@ REQUESTS = {"start": 0, "load": 2, "wake": 3, "add": 40, "step": 10, "sleep": 2}
 
 @pytest.fixture
 def tiny(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
-    tiny.write(REST)
+    tiny.write(REST, REWARD)
     monkeypatch.setenv("CHILD", str(tiny.folder / "child.json"))
     return tiny
 
