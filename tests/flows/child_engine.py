@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rillflow.errors import RolloutError
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
@@ -39,11 +40,17 @@ def is_first():
 
 for line in sys.stdin:
     is_due = line.strip() == plan["request"]
+    if line.strip() == plan["hangs"] and Path(f"{file}.death").exists():
+        Path(f"{file}.hang").touch()
+        signal.pause()
     if is_due and seen >= plan["answers"] and is_first():
         if plan["how"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif plan["how"] == "exit":
             sys.exit(3)
+        elif plan["how"] == "refuse":
+            print("no", flush=True)
+            continue
         os.close(1)
         signal.pause()
     seen += is_due
@@ -74,10 +81,13 @@ class ChildEngine(RowByRow):
         try:
             assert self._child.stdin is not None and self._child.stdout is not None
             print(request, file=self._child.stdin, flush=True)
-            if not self._child.stdout.readline():
+            said = self._child.stdout.readline()
+            if not said:
                 raise EOFError
         except (OSError, EOFError):
             self._report(request)
+        if said == "no\n":
+            raise RolloutError(f"the child cannot {request}")
 
     def _report(self, request: str) -> None:
         self._child.kill()
@@ -133,8 +143,19 @@ class CarelessEngine(ChildEngine):
         raise BrokenPipeError(f"during {request}")
 
 
-def plan(file: Path, request: str, *, how: str = "kill", answers: int = 0, always: bool = False) -> None:
-    """Let a child end in a request, after ``answers`` such requests were answered."""
-    told = {"request": request, "how": how, "answers": answers, "always": always}
+def plan(
+    file: Path, request: str, *, how: str = "kill", answers: int = 0, always: bool = False, hangs: str = ""
+) -> None:
+    """Let a child end in a request.
+
+    Args:
+        file: the file that CHILD names.
+        request: the request.
+        how: ``kill``, ``exit``, ``close`` for a closed pipe, or ``refuse`` for an answer that is an error.
+        answers: such requests that are answered before.
+        always: whether every child ends there, and not only the first.
+        hangs: request in which later children hang.
+    """
+    told = {"request": request, "how": how, "answers": answers, "always": always, "hangs": hangs}
     file.write_text(json.dumps(told))
     Path(f"{file}.death").unlink(missing_ok=True)
