@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.cli.main import main
+from rillflow.runs.reader import read_rollouts
 from tests.flows.conftest import SUMS, Tiny
 from tests.flows.warm import Command
 
@@ -49,7 +51,7 @@ PLACES = {
     ),
     "ray": ("placement.pools={main=2}", "placement.backend=ray"),
 }
-REQUESTS = {"start": 0, "load": 2, "wake": 3, "add": 40, "step": 10, "sleep": 2}
+REQUESTS = {"start": 0, "load": 2, "wake": 3, "add": 10, "step": 10, "sleep": 2}
 """Requests, and how many of each are answered before the engine dies: it dies in the third step or so."""
 
 
@@ -170,3 +172,38 @@ def test_ctrl_c_ends_a_repair_that_hangs(tiny: Tiny, place: str, hangs: str) -> 
     assert time.monotonic() - began < 30, process.said
     assert code == 130, process.said
     assert tiny.steps_kept("cut")[-1] >= 2 and "are repeated" not in process.said, process.said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("request_", ["add", "step"])
+@pytest.mark.parametrize("kind", ["environment", "agent"])
+def test_an_engine_dies_behind_environments_and_agents(
+    tmp_path: Path,
+    kind: str,
+    request_: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No row is told that it failed: the step runs again."""
+    pytest.importorskip("uvicorn", reason="the door is the extra `service`")
+    monkeypatch.setenv("CHILD", str(tmp_path / "child.json"))
+    examples = Path(__file__).parents[2] / "examples"
+    recipe = examples / ("guess.toml" if kind == "environment" else "agent.toml")
+    small = {
+        "run.threads": 1,
+        "policy.model.new.hidden": 32,
+        "policy.model.new.layers": 1,
+        "rollout.engine": "child_engine:ChildEngine",
+        "algorithm.loss.correction": "none",
+        "algorithm.steps": 3,
+        "algorithm.prompts_per_step": 4,
+        "algorithm.samples_per_prompt": 4,
+        "evaluate.problems": 0,
+    }
+    words = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
+    plan(tmp_path / "child.json", request_, answers=20 if request_ == "add" else 4)
+    assert main(["run", str(recipe), "--dir", str(tmp_path / "cut"), *words]) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "has lost its engine" in said and "are repeated" not in said, said
+    outcomes = [row.outcome for step in (1, 2, 3) for row in read_rollouts(tmp_path / "cut", step)]
+    assert len(outcomes) == 48 and not [each for each in outcomes if each == "error"]

@@ -63,7 +63,7 @@ PLACES = {
 }
 TAIL = ("algorithm.oversample_prompts=1.5",)
 ADAPTER = ("policy.model.adapter.rank=4", "policy.lr=0.01")
-REQUESTS = {"start": 0, "reload": 2, "adapt": 2, "wake": 3, "add": 40, "step": 3, "abort": 2, "sleep": 2}
+REQUESTS = {"start": 0, "reload": 2, "adapt": 2, "wake": 3, "add": 12, "step": 3, "abort": 2, "sleep": 2}
 """Requests, and how many of each a server answers before it ends: in the third step or so."""
 NEEDS = {"abort": TAIL, "adapt": ADAPTER}
 """Settings with which a request is made at all."""
