@@ -141,8 +141,12 @@ class ReshardedWeights:
             raise
 
     def turn_to_training(self) -> None:
-        """See SharedWeights."""
-        if self._switch.is_generating:
+        """See SharedWeights.
+
+        Raises:
+            WeightError: a rank failed while weights moved, so there are no complete ones.
+        """
+        if self._switch.is_generating or self._switch.is_torn:
             asleep, self._asleep = self._asleep, None
             if asleep is not None:
                 asleep()
