@@ -1,4 +1,4 @@
-"""A Python for ``rollout.server`` whose real server of vLLM ends in one request of choice, once.
+"""A Python for ``rollout.server`` whose real servers of vLLM end in requests of choice, one after the other.
 
 wrapper script ─> the real Python, this file ─> the code it was given ─> server ─ ends in a request
 """
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,18 @@ HOWS = ("kill", "stop", "exit", "close")
 """Ways to end: SIGKILL, SIGSTOP, an exit status, a closed connection."""
 
 
-def write_python(folder: Path, request: str, *, how: str = "kill", answers: int = 0) -> Path:
-    """Write a Python whose server ends after it has answered some such requests; return its path."""
+def write_python(folder: Path, deaths: Mapping[str, int], *, how: str = "kill") -> Path:
+    """Write a Python whose servers end in these requests, in order, and return its path.
+
+    A server ends in the first request for which none has ended; of several servers, one does.
+
+    Args:
+        folder: folder of the Python.
+        deaths: for each request, how many of them the server answers before.
+        how: how a server ends.
+    """
     plan = folder / "dies.json"
-    plan.write_text(json.dumps({"request": request, "how": how, "answers": answers}))
-    Path(f"{plan}.death").unlink(missing_ok=True)
+    plan.write_text(json.dumps({"deaths": [*deaths.items()], "how": how}))
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -E -P "{__file__}" "{plan}" "$@"\n')
     python.chmod(0o755)
@@ -42,6 +50,8 @@ def _end(channel: Any, how: str) -> None:
 
 def _main(plan: Path, code: str, package: str) -> None:
     told, seen = json.loads(plan.read_text()), 0
+    number = len([*plan.parent.glob(f"{plan.name}.death-*")])
+    request, answers = [*told["deaths"], ("", 0)][number]
     sys.path.insert(0, str(Path(package).parent))
     from rillflow.rollout.vllm import server
     from rillflow.rollout.vllm.requests import Word
@@ -50,10 +60,10 @@ def _main(plan: Path, code: str, package: str) -> None:
 
     def of(self: Any, message: Any) -> Any:
         nonlocal seen
-        is_due = Word(message.kind).name.lower() == told["request"]
-        if is_due and seen >= told["answers"]:
+        is_due = Word(message.kind).name.lower() == request
+        if is_due and seen >= answers:
             try:
-                Path(f"{plan}.death").open("x").close()
+                Path(f"{plan}.death-{number}").open("x").close()
                 _end(self._channel, told["how"])
             except FileExistsError:
                 pass
