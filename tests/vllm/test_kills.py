@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(
         find_spec("vllm") is None, reason="vLLM is not installed; `make test-vllm` has an environment with it"
     ),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
 ]
 REST = """
 steps = 4
@@ -61,9 +61,9 @@ PLACES = {
         "algorithm.async_mode=ready_first",
     ),
 }
-TAIL = ("algorithm.oversample_prompts=1.5",)
+TAIL = ("algorithm.oversample_prompts=1.5", "rollout.max_tokens=8")
 ADAPTER = ("policy.model.adapter.rank=4", "policy.lr=0.01")
-REQUESTS = {"start": 0, "reload": 2, "adapt": 2, "wake": 3, "add": 12, "step": 3, "abort": 2, "sleep": 2}
+REQUESTS = {"start": 0, "reload": 2, "adapt": 2, "wake": 3, "add": 12, "step": 3, "abort": 0, "sleep": 2}
 """Requests, and how many of each a server answers before it ends: in the third step or so."""
 NEEDS = {"abort": TAIL, "adapt": ADAPTER}
 """Settings with which a request is made at all."""
@@ -150,7 +150,7 @@ def test_servers_that_end_in_one_request_after_the_other_lose_no_step(
     tiny: Tiny, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One run; each server answers a few requests, so that steps are finished in between."""
-    deaths = {"sleep": 2, "step": 3, "wake": 2, "reload": 1, "add": 12, "abort": 2, "start": 0}
+    deaths = {"sleep": 2, "step": 3, "wake": 2, "reload": 1, "add": 12, "abort": 0, "start": 0}
     python = write_python(tiny.folder, deaths)
     settings = (*MODEL, *PLACES[place], *TAIL, "algorithm.steps=12", "run.restarts=8")
     assert tiny.run("cut", "rollout.engine=vllm", f"rollout.server={python}", *settings) == 0
