@@ -4,7 +4,8 @@
 #   make quickstart   a small model learns to calculate (minutes, two cores, no network but pip's)
 #   make workflow     from demonstrations over pairs and a reward model to a policy, all stages (minutes)
 #   make test         the everyday tests             make test-all    the slow ones too, new examples
-#   make test-vllm    the flow tests through vLLM, in an environment of its own (.venv-vllm, without a GPU)
+#   make test-vllm    the flow tests through vLLM, in an environment of its own (.venv-vllm, without a GPU);
+#                     with VLLM_SLOW=1 also every way in which a server ends (an hour)
 #   make test-clients  openai, openai-agents, lm-eval and others, unmodified, in an environment of its own
 #   make lint         ruff and mypy                  make benchmark   the smallest round of every benchmark
 #   make oracles      gradients against plain loops, PEFT, TRL and verl: before training or sampling changes
@@ -65,7 +66,7 @@ test-all: $(FULL)
 	HYPOTHESIS_PROFILE=searching $(PYTEST)
 
 test-vllm: $(VLLM_FULL)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(if $(VLLM_SLOW),,-m "not slow")
 
 test-clients: $(CLIENTS_FULL)
 	$(CLIENTS_VENV)/bin/python -m pytest tests/clients

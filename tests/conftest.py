@@ -14,6 +14,8 @@ LONGEST_FIRST = (
     "tests/flows/test_ready_first.py",
     "tests/flows/test_dead_sampler.py",
     "tests/architecture/test_documented_commands.py",
+    "tests/flows/test_dead_engine.py",
+    "tests/distributed/test_left_collectives.py",
     "tests/distributed/test_failing_ranks.py",
     "tests/distributed/test_replaced_ranks.py",
     "tests/distributed/test_placement_blind.py",

@@ -37,7 +37,7 @@ from rillflow.app.row_names import rows_named
 from rillflow.app.standing import former_runs, kept_bases, standing_of
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.decisions import RecordedDecisions
-from rillflow.controller.interrupt import Interruption, RunStage
+from rillflow.controller.interrupt import Interruption, RunStage, stopped
 from rillflow.errors import Interrupted, RillflowError, RunDirectoryError
 from rillflow.placement.plan import Plan
 from rillflow.records.metrics import Metrics
@@ -292,6 +292,7 @@ def restarted(
 
     Raises:
         ClusterError: the last restarts brought no new checkpoint; it is the first death of them.
+        Interrupted: the user asked to stop before a step of the restarted run began.
     """
     from rillflow.workers.backend import RankDied, RankLost
 
@@ -311,6 +312,12 @@ def restarted(
             made += 1
             what = f"{'a worker ' if isinstance(died, RankLost) else ''}{died.what}"
             progress.note(f"{what}; all ranks start again from step {step} (restart {made} of {most})")
+            asked.stage = RunStage.STARTING  # Ctrl-C ends the start of the ranks at once
+        except KeyboardInterrupt:
+            if first is None or asked.stage is not RunStage.STARTING:
+                raise
+            path = run.checkpoints / f"step-{before:06d}"
+            raise stopped(before, path if before else None) from None
 
 
 def _train_steps(

@@ -26,6 +26,7 @@ from rillflow.errors import RillflowError, StreamError
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import LanguageModel, choose_device, load_model
 from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.engine import EngineLost
 from rillflow.runs import layout
 from rillflow.runs.layout import kept_steps
 from rillflow.runs.reader import read_config
@@ -91,6 +92,8 @@ class _Served:
                 self._follow(self.run)
             if not self.queue.turn():
                 wait([self.queue.woken], FOLLOW_S)
+        except EngineLost:
+            raise
         except RillflowError as error:
             logger.warning("%s", error)
 

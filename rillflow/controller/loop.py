@@ -169,10 +169,16 @@ class Loop:
                 slow.daemon = True
                 slow.start()
                 try:
-                    self._rescue(phase, cut)
+                    with self._interruption.abandonable():  # running or stuck ranks may take a while
+                        self._rescue(phase, cut)
                 except Exception as second:  # noqa: BLE001  the first error ended the run
                     outcome = f"no checkpoint could be written after the error: {second}"
-                slow.cancel()
+                except KeyboardInterrupt:
+                    if not self._interruption.is_over:  # a second signal
+                        raise
+                    outcome = "no checkpoint could be written after the error in time"
+                finally:
+                    slow.cancel()
                 what = (str(first) or type(first).__name__).splitlines()[0]
                 self._progress.note(f"{what}; {outcome}")
             kept, lost = self._saved_step, self._place.step - self._saved_step
@@ -228,6 +234,9 @@ class Loop:
             cut: open steps that may be complete except for results of dead ranks, oldest first.
         """
         wait_s = min(RESCUE_S, self._deadline_s)
+        if not cut and not phase.freshness:  # nothing of the open step is kept
+            self._keep_written(wait_s)
+            phase.executor.abandon()
         phase.executor.mend(phase.trained, wait_s)
         self._saves = deque(each for each in self._saves if each.flight is None or each.flight.is_written)
         self._settle(phase, wait_s, wait=True)
@@ -236,8 +245,8 @@ class Loop:
         for step in cut:
             if not self._salvaged(phase, step, wait_s):
                 break
-        is_unsaved = may_save and self._place.step > self._saved_step
-        if is_unsaved and phase.updates(wait_s) == self._place.updates:
+        may_save &= self._place.step > self._saved_step
+        if may_save and phase.updates(wait_s) == self._place.updates:
             self._keep_written(wait_s)
             save = self._begin_saving(phase, self._place.step, self._place.rows)
             self._checkpoint(phase, wait_s, save, wait=True)

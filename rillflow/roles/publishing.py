@@ -84,9 +84,9 @@ class SharedWeights:
 
     def turn_to_training(self) -> None:
         """Give the trainer its weights; every rank calls it."""
-        if self._asleep is not None:
-            self._asleep()
-            self._asleep = None
+        asleep, self._asleep = self._asleep, None  # once, also if it fails or hangs: a save must go on
+        if asleep is not None:
+            asleep()
 
 
 class ReshardedWeights:
@@ -114,6 +114,7 @@ class ReshardedWeights:
         self._share, self._switch, self._members = share, switch, members
         self._published: Digests | None = None
         self.canary: Canary = ()
+        self._asleep: Callable[[], None] | None = None
 
     def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
         """See SharedWeights."""
@@ -140,10 +141,16 @@ class ReshardedWeights:
             raise
 
     def turn_to_training(self) -> None:
-        """See SharedWeights."""
-        if self._switch.is_generating:
+        """See SharedWeights.
+
+        Raises:
+            WeightError: a rank failed while weights moved, so there are no complete ones.
+        """
+        if self._switch.is_generating or self._switch.is_torn:
+            asleep, self._asleep = self._asleep, None
+            if asleep is not None:
+                asleep()
             with whole():
-                self._asleep()
                 self._switch.to_training()
 
 

@@ -29,8 +29,8 @@ from rillflow.rewards.outcome import LOGGED
 from rillflow.roles.logprob_check import canary_texts, check_canary
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights
 from rillflow.roles.setting import RoleSetting
-from rillflow.rollout.config import SERVICE, RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Engine, Stops, engine_class, server_python
+from rillflow.rollout.config import SERVICE, VLLM, RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import Engine, EngineLost, Stops, engine_class, losses, server_python
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs.durable import write_flushed, writing
 from rillflow.tasks.encoded import Encoder
@@ -142,15 +142,17 @@ class Sampler:
         self.weights = weights
         self._rollout = rollout
         stops = Stops(rollout.stop, model.tokenizer)
-        self.engine = engine(
-            weights.module,
-            rollout,
-            stop_tokens=stops.tokens,
-            seed=seed,
-            context=model.context,
-            tp=weights.tp,
-            stops=stops,
-        )
+        with losses():
+            self.engine = engine(
+                weights.module,
+                rollout,
+                stop_tokens=stops.tokens,
+                seed=seed,
+                context=model.context,
+                tp=weights.tp,
+                stops=stops,
+            )
+        self._lost: EngineLost | None = None
         self._model, self._loaded = model, -1
         self._later: Iterator[Batch] = iter(())
         self._running: dict[GroupId, _Running] = {}
@@ -172,6 +174,9 @@ class Sampler:
         if rollout.server is not None:
             server = str(server_python(rollout.server, setting.base))
             rollout = rollout.model_copy(update={"server": server})
+        if rollout.engine == VLLM:
+            place = setting.site.place
+            engine = partial(engine, home=setting.run / VLLM / f"{place.pool}-{place.rank}")
         if rollout.engine == SERVICE:
             engine = partial(engine, site=setting.site, base=setting.base, folder=setting.run / SERVICE)
         if rollout.agent is not None:
@@ -198,6 +203,7 @@ class Sampler:
         return cls(weights, model=model, rollout=rollout, seed=setting.seed, engine=engine)
 
     @endpoint(SPLIT_ALL, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS, measures=rollout_metrics)
+    @losses()
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Return rollouts of ``samples`` answers to every prompt, ordered by prompt and sample.
 
@@ -217,6 +223,7 @@ class Sampler:
         return Batch(ids=ids, fields=rollouts.fields)
 
     @endpoint(SPLIT_ALL, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
+    @losses()
     def first_part(self, *parts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Start ``samples`` answers to every prompt of several parts, and return the first part's rows."""
         self._turn()
@@ -225,12 +232,14 @@ class Sampler:
         return next(self._later)
 
     @endpoint(SPLIT_ALL, writes=ROLLOUT_FIELDS)
+    @losses()
     def next_part(self) -> Batch:
         """Return the rows of the next part."""
         for rollouts in self._later:
             return rollouts
         raise Stranded("no part is being generated", why="generation failed, or all parts were taken")
 
+    @losses()
     def advance(
         self,
         prompts: Batch | None,
@@ -281,6 +290,7 @@ class Sampler:
         wasted = sum(sum(row.loss_mask) for row in out)
         return Advanced(complete=complete, ended=ended, passes=made, wasted=wasted)
 
+    @losses()
     def save(self, folder: Path | None, name: str) -> None:
         """Write all rows into a folder, then let them go on from their tokens, as ``restore`` does.
 
@@ -301,6 +311,7 @@ class Sampler:
                     with writing(path):
                         write_flushed(path, [batch_bytes(rollout_batch(rows))])
 
+    @losses()
     def release(self, parts: Sequence[Sequence[GroupId]], with_caches: bool) -> tuple[Any, ...]:
         """Take out the groups of several parts that still run.
 
@@ -320,11 +331,13 @@ class Sampler:
             made.append(rollout_batch([row for group in groups.values() for row in group.ended]))
         return (*made, Released(running=running, nbytes=sum(each.nbytes for each in made)))
 
+    @losses()
     def take_over(self, samples: int, sampling: SamplingConfig | None, *rows: Batch) -> None:
         """Continue the groups that others released; ``rows`` are batches of running and of ended rows."""
         self._turn()
         self._take_over([row for each in rows for row in rollouts_of(each)], samples, sampling)
 
+    @losses()
     def restore(
         self, folder: Path, name: str, samples: int, sampling: SamplingConfig | None
     ) -> Mapping[GroupId, int]:
@@ -371,7 +384,9 @@ class Sampler:
 
         They stay until the last part is taken; these ranks get no other request before.
         """
-        self.weights.turn_to_generation(self.engine.sleep)
+        if self._lost is not None:
+            raise self._lost
+        self.weights.turn_to_generation(self._sleep)
         self.engine.wake()
         if self._loaded != self.weights.version:
             self._loaded, version = -1, self.weights.version
@@ -381,3 +396,14 @@ class Sampler:
                 is_exact = self._model.module.dtype.itemsize >= 4
                 check_canary(self.weights.canary, found, version, is_exact=is_exact)
             self._loaded = version
+
+    def _sleep(self) -> None:
+        """Have the engine free its memory for the trainer.
+
+        A lost engine holds no memory, so training goes on; the next call that samples reports the loss.
+        """
+        try:
+            with losses():
+                self.engine.sleep()
+        except EngineLost as lost:
+            self._lost = lost

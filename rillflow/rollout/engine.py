@@ -1,6 +1,7 @@
 """Engine: the interface between a sampler and a rollout engine, and the checks that all engines share.
 
     wake ─> load, once a version ─> generate, or add, step, abort ─> sleep, while the trainer needs the room
+      └── any of them: EngineLost, if the engine's process has ended ─> the rank counts as dead
 
 The native engine and vLLM implement it; ``rollout.engine = "package.module:Class"`` selects another one.
 ``Stops`` finds the texts that end a row before its limit:
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -28,6 +30,8 @@ from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import NATIVE, SERVICE, VLLM, RolloutConfig, SamplingConfig
 from rillflow.rollout.native.scheduler import check_ids
+from rillflow.runs.error_lines import innermost_line
+from rillflow.workers.backend import RankLost
 from rillflow.workers.collectives import Ranks
 
 GROUP = "rillflow.engines"
@@ -68,8 +72,41 @@ class Capability(StrEnum):
     """``detach``, and ``add`` with ``Rollout.cache``."""
 
 
+class EngineLost(RankLost, RolloutError):
+    """The process of a rollout engine has ended, or does not answer: its rank cannot sample any more.
+
+    Any method of an engine may raise it, and so may the constructor. The run then treats the rank as dead: it
+    saves the finished steps, and replaces the rank or starts all ranks again.
+
+    Example:
+        raise EngineLost(f"the engine's process {pid} was killed", fix="read its log in /var/log/engine")
+    """
+
+    def of(self, rank: str) -> str:
+        """See RankLost; ``what`` is a sentence of its own."""
+        return f"{rank} has lost its engine: {self.what}"
+
+
+@contextmanager
+def losses() -> Iterator[None]:
+    """Raise a broken connection of an engine as EngineLost.
+
+    Raises:
+        EngineLost: the other end of a pipe or socket is gone.
+    """
+    try:
+        yield
+    except (ConnectionError, EOFError) as error:
+        what = f"its connection broke ({type(error).__name__}{f': {error}' if str(error) else ''})"
+        why = f"raised at {innermost_line(error)}: the process at the other end has ended"
+        raise EngineLost(what, why, "read the log of that process") from error
+
+
 class Engine(Protocol):
     """A rollout engine, which continues prompts with the loaded weights.
+
+    An engine with a process, a device or a connection of its own raises EngineLost once that is gone. Broken
+    pipes and connections (ConnectionError, EOFError) count as such.
 
     Args:
         module: the decoder, or this rank's shard of it.

@@ -43,7 +43,7 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.engine import Capability, Engine
+from rillflow.rollout.engine import Capability, Engine, EngineLost, losses
 from rillflow.serving.http_body import Declined
 
 LOOK_EVERY = 8
@@ -135,6 +135,7 @@ class EngineQueue:
         """Process the inbox and run one pass; return whether rows run.
 
         Raises:
+            EngineLost: the engine's process has ended; no row is at fault.
             RillflowError: the pass failed; the rows at fault were told, and the others continue.
             Exception: the engine raised another error, and no row is at fault: the engine is broken.
         """
@@ -146,7 +147,10 @@ class EngineQueue:
         if not self.engine.has_work:
             return did_job or bool(self._suspects or self._requests)
         try:
-            ended = self.engine.step()
+            with losses():
+                ended = self.engine.step()
+        except EngineLost:
+            raise
         except Exception as error:
             if self._isolate(error) and not isinstance(error, RillflowError):
                 why = f"{type(error).__name__}: {error}"
@@ -240,7 +244,11 @@ class EngineQueue:
         row = wanted.begin.row
         try:
             self._check(wanted.sampling)
-            self.engine.add(self._kept.get(wanted, wanted.begin), wanted.sampling)
+            with losses():
+                self.engine.add(self._kept.get(wanted, wanted.begin), wanted.sampling)
+        except EngineLost:
+            self._requests.appendleft(deque([wanted]))  # no row is at fault
+            raise
         except RillflowError as error:
             wanted.tell(_of_request(error, wanted), True)
         except Exception as error:  # noqa: BLE001  an engine may raise any error for a row

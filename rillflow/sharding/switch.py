@@ -51,6 +51,8 @@ class WeightSwitch:
         self.plan = plan
         self.rank = ranks.rank
         self.is_generating = False
+        self.is_torn = False
+        """Whether a switch to generation failed half-way, so that this rank has no complete weights."""
         self.peak_bytes = 0
         """Most bytes of parameters since the last switch to generation began."""
         self.buffer_bytes = 0
@@ -86,7 +88,7 @@ class WeightSwitch:
         """
         if self.is_generating:
             raise WeightError(f"rank {self.rank} is already generating", why="it has no training weights now")
-        resharding, plan = self.resharding, self.plan
+        resharding, plan, self.is_torn = self.resharding, self.plan, True
         self.peak_bytes, self.buffer_bytes = self.held_bytes, 0
         for place, bucket in enumerate(plan.buckets):
             for part in bucket.parts:
@@ -101,15 +103,20 @@ class WeightSwitch:
             resharding.exchange(place, self.generation)
             self._note()
         resharding.close()
-        self.is_generating = True
+        self.is_generating, self.is_torn = True, False
         return self.generation
 
     def to_training(self) -> None:
         """Switch this rank to training, without communication.
 
         Raises:
-            WeightError: it trains already.
+            WeightError: it trains already, or a rank failed while weights moved.
         """
+        if self.is_torn:
+            what = "the weights are half-way between training and generation"
+            raise WeightError(
+                what, why="a rank failed while they moved", fix="resume from the last checkpoint"
+            )
         if not self.is_generating:
             raise WeightError(f"rank {self.rank} is already training", why="it has no generation weights now")
         for name in self.plan.weights:

@@ -112,6 +112,24 @@ class Traffic:
 class RankLost(ClusterError):
     """A rank, or a result on it, is gone; ``what`` continues a sentence after its name: "has died"."""
 
+    place: Place | None = None
+    """The rank, if a call on it raised the error: its process lives, and an engine of it is gone."""
+
+    def of(self, rank: str) -> str:
+        """Return the sentence of a rank of this name."""
+        return f"{rank} {self.what}"
+
+    def death(self, place: Place, node: str = "") -> RankDied:
+        """Return the error for whoever waits for the rank at a place; a call that raised this knows better.
+
+        Args:
+            place: the rank of the awaited result.
+            node: address of its node; empty for the driver's machine.
+        """
+        place = self.place or place
+        what = self.of(f"{place} on node {node}" if node else str(place))
+        return RankDied(what, why=self.why, fix=self.fix, place=place)
+
 
 class RankDied(ClusterError):
     """A rank, or a result on it, is lost while a caller waits for its result."""

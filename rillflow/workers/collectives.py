@@ -19,6 +19,7 @@ during each collective.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from rillflow.errors import ClusterError
+from rillflow.workers.peer_connections import NewSockets, PeerConnections
 
 SMALL = 2**17
 """Largest number of elements that a rank receives for a sum in one collective."""
@@ -39,6 +41,12 @@ BUCKET_BYTES = 2**26
 
 class Stranded(ClusterError):
     """A rank cannot continue without another one; the other one's failure, if there is one, is the cause."""
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Return whether an error is torch's form of a collective that another rank has left."""
+    is_torch = isinstance(error, RuntimeError) and re.search(r"gloo|NCCL|c10d|socket", str(error)) is not None
+    return is_torch or isinstance(error, dist.DistError)
 
 
 class Ranks(Protocol):
@@ -185,12 +193,20 @@ class ProcessRanks:
         group: the process group; its ranks are the processes in ascending order.
         members: the processes of the group.
         deadline_s: longest wait of a collective for a missing rank.
+        connections: this process's connections to the others of its world.
     """
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], deadline_s: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        members: Sequence[int],
+        deadline_s: float,
+        connections: PeerConnections,
+    ) -> None:
         self.group = group
         """Process group for direct calls of torch.distributed."""
-        self._deadline_s = deadline_s
+        self._deadline_s, self._connections = deadline_s, connections
+        self._parts = list[tuple[Sequence[Sequence[int]], ProcessRanks | None]]()
         self.members = tuple(members)
         self.rank = self.members.index(dist.get_rank())
         self.size = len(self.members)
@@ -208,24 +224,66 @@ class ProcessRanks:
             backend: backend of torch.distributed; ``cpu:gloo,cuda:nccl`` for tensors on either device.
             deadline_s: longest wait of a collective, of all ranks or of a subgroup, for one of them.
         """
-        timeout = timedelta(seconds=deadline_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        assert dist.group.WORLD is not None  # it has just been made
-        return ProcessRanks(dist.group.WORLD, range(size), deadline_s)
+        connections = PeerConnections()
+        world = _world(connections, backend, store, rank, size, deadline_s)
+        return ProcessRanks(world, range(size), deadline_s, connections)
 
     def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
         """See Ranks; every process makes every group, as torch.distributed requires."""
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for group in map(sorted, groups):
-            members = [self.members[rank] for rank in group]
-            timeout = timedelta(seconds=self._deadline_s)
-            found = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
-            if found is not None:
-                made[tuple(group)] = found
-        own = _own(groups, self.rank)
-        if len(own) == 1:
+        found, own = self._made(groups), _own(groups, self.rank)
+        if found is None:
+            self._parts.append((groups, None))
             return SingleRank()
-        return ProcessRanks(made[own], [self.members[rank] for rank in own], self._deadline_s)
+        members = [self.members[rank] for rank in own]
+        ranks = ProcessRanks(found, members, self._deadline_s, self._connections)
+        self._parts.append((groups, ranks))
+        return ranks
+
+    def _made(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Make process groups; return this rank's, or None if the rank is alone."""
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        with self._connections.growing() as sockets:
+            for group in map(sorted, groups):
+                members = [self.members[rank] for rank in group]
+                timeout = timedelta(seconds=self._deadline_s)
+                found = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
+                if found is not None:
+                    made[tuple(group)] = found
+        own = made.get(_own(groups, self.rank))
+        if own is not None:
+            self._connections.keep(sockets, _listening(sockets, own))
+        return own
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether this process has left its collectives."""
+        return self._connections.is_broken
+
+    def abort(self) -> None:
+        """Leave all collectives: those that wait for this rank fail on the others, and later ones here."""
+        self._connections.shut()
+
+    def mend(self, backend: str, store: Store) -> None:
+        """Connect the world and its subgroups again; every rank of the world calls it on the world.
+
+        Groups of this class work afterwards. FSDP, DTensor and pipelines keep their broken ones: state can be
+        saved, and no pass can run.
+
+        Args:
+            backend: see ``join``.
+            store: a new store where the processes find each other.
+        """
+        dist.destroy_process_group()
+        self._connections.is_broken = False
+        self.group = _world(self._connections, backend, store, self.rank, self.size, self._deadline_s)
+        self._mend_parts()
+
+    def _mend_parts(self) -> None:
+        for groups, part in self._parts:
+            found = self._made(groups)
+            if part is not None and found is not None:
+                part.group = found
+                part._mend_parts()
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """See Ranks."""
@@ -280,6 +338,26 @@ class ProcessRanks:
         found = tensor.new_empty(self.size, *tensor.shape)
         dist.all_gather(list(found.unbind()), tensor.contiguous(), group=self.group)
         return found
+
+
+def _world(
+    connections: PeerConnections, backend: str, store: Store, rank: int, size: int, deadline_s: float
+) -> dist.ProcessGroup:
+    """Return the process group of all processes; see ``ProcessRanks.join``."""
+    timeout = timedelta(seconds=deadline_s)
+    with connections.growing() as sockets:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    assert dist.group.WORLD is not None  # it has just been made
+    connections.keep(sockets, _listening(sockets, dist.group.WORLD))
+    return dist.group.WORLD
+
+
+def _listening(sockets: NewSockets, group: dist.ProcessGroup) -> list[int]:
+    """Return the ports that the processes of a new group listen on."""
+    own = torch.tensor(sockets.listening)
+    found = own.new_empty(group.size(), len(own))
+    dist.all_gather(list(found.unbind()), own, group=group)
+    return [int(port) for port in found.flatten()]
 
 
 def _own(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:

@@ -148,6 +148,8 @@ class InlineBackend(Backend):
         del fields  # all fields are present
         try:
             return self.read_all(references, self._deadline_s)
+        except RankLost as lost:
+            raise Stranded(lost.of("the rank of an argument"), why=lost.why, fix=lost.fix) from None
         except TimeoutError:
             raise ClusterError(
                 f"an argument was not ready after {self._deadline_s:g} s",
@@ -186,7 +188,10 @@ class _InlineRank:
                 self._pending.add(made)
                 self._thread.submit(self._run, made, work, arguments)
         if self._thread is None:
-            made.set_result(work(self._site, *arguments))
+            try:
+                made.set_result(work(self._site, *arguments))
+            except RankLost as lost:  # nobody else reads the result
+                raise lost.death(self._site.place) from None
         return made
 
     def end(self, lost: RankLost, refuse: Callable[[], None]) -> None:

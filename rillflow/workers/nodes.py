@@ -26,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from rillflow.errors import ClusterError
 from rillflow.runs.environment import installed_versions, own_version
 from rillflow.runs.formatting import size as bytes_text
-from rillflow.workers.backend import Place
+from rillflow.workers.backend import Place, Site
 from rillflow.workers.collectives import ProcessRanks, Ranks, SingleRank
 from rillflow.workers.liveness import HeartbeatTarget
 
@@ -234,3 +234,20 @@ def meet(here: str, seating: Seating, store: TCPStore | None) -> Ranks:
         told = str(error).splitlines()[0]
         what = f"node {here} cannot reach every node of pool {seating.place.pool!r}"
         raise ClusterError(what, why=f"{told}; {_BETWEEN}", fix=_OPEN) from None
+
+
+def leave_collectives(site: Site | None) -> None:
+    """Let ranks that wait in a collective for this one fail: its call has failed."""
+    if site is not None and isinstance(site.ranks, ProcessRanks):
+        site.ranks.abort()
+
+
+def has_left_collectives(site: Site | None) -> bool:
+    """Return whether a call of this rank has failed since it met the others."""
+    return site is not None and isinstance(site.ranks, ProcessRanks) and site.ranks.is_broken
+
+
+def meet_again(here: str, seating: Seating, store: TCPStore | None, site: Site) -> None:
+    """Connect the ranks of the world again after a failed call; see ``meet``."""
+    if isinstance(site.ranks, ProcessRanks):
+        site.ranks.mend(seating.backend, store or joined_store(here, seating))

@@ -19,7 +19,7 @@ from typing import Any
 from rillflow.errors import ClusterError, RillflowError
 from rillflow.graph.handle import Handle
 from rillflow.workers import program
-from rillflow.workers.backend import Backend, Place, RankCall, RankDied, RankLost
+from rillflow.workers.backend import Backend, Place, RankCall, RankLost
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.values import Facts, Held, Lie, Names, Own, RemoteValue, Rows, Whole, assembled
 
@@ -428,6 +428,31 @@ def await_replies(
         ) from None
 
 
+def broken_worlds(
+    left: Mapping[Place, Any], worlds: Mapping[Place, tuple[Place, ...]], backend: Backend, deadline_s: float
+) -> list[tuple[Place, ...]]:
+    """Return the worlds to connect again: all ranks of each are idle, and one has left its collectives.
+
+    A world with a dead or busy rank cannot be connected, and is left out.
+
+    Args:
+        left: the backend's reference to whether each rank has left its collectives.
+        worlds: the world of every rank.
+        backend: the backend that runs the calls.
+        deadline_s: longest wait.
+    """
+    end, found = backend.now() + deadline_s, list[tuple[Place, ...]]()
+    for world in dict.fromkeys(worlds[at] for at in left):
+        own = {at: left[at] for at in world}
+        try:
+            replies = await_replies("its running call", own, backend, max(0.0, end - backend.now()))
+        except ClusterError:
+            continue
+        if any(replies.values()):
+            found.append(world)
+    return found
+
+
 def answers(awaited: Sequence[Awaited], backend: Backend, deadline_s: float) -> list[Any]:
     """Return every rank's result, in order; the first error ends the wait at once.
 
@@ -458,11 +483,10 @@ def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) ->
             except Stranded:
                 continue
             except RankLost as lost:
-                on = f" on node {backend.nodes[each.place].address}" if each.place in backend.nodes else ""
-                what = f"{each.place}{on} {lost.what}"
-                found = RankDied(what, why=lost.why, fix=lost.fix, place=each.place)
-                found.add_note(f"in {each.doing} on {each.place}")
-                return found
+                place = lost.place or each.place
+                died = lost.death(place, backend.nodes[place].address if place in backend.nodes else "")
+                died.add_note(f"in {each.doing} on {each.place}")
+                return died
             except Exception as cause:  # noqa: BLE001  any error of a rank
                 return cause
         if backend.now() > end:

@@ -18,6 +18,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
@@ -70,6 +71,8 @@ class ProcessRank:
         self.site: Site | None = None
         self.deadline_s = 0.0
         self.store: Any = None
+        self.seating: Seating | None = None
+        """The driver's message that made this process a rank."""
         self._connection = connection
         self._poller = select.poll()
         self._poller.register(connection, select.POLLIN)
@@ -95,8 +98,10 @@ class ProcessRank:
             packet, segments = done.packet(self._pool)
         except KeyboardInterrupt:
             error = Stranded("was abandoned", why="the run was stopped")
+            nodes.leave_collectives(self.site)
             packet, segments = self._failed(call, error)
         except BaseException as error:  # noqa: BLE001  the reader of the result raises it
+            nodes.leave_collectives(self.site)
             if not isinstance(error, RillflowError) and self.site is not None:
                 error.add_note(f"on {self.site.place}, {innermost_line(error)}")
             packet, segments = self._failed(call, error)
@@ -202,8 +207,20 @@ def join(rank: ProcessRank, seating: Seating) -> None:
     torch.set_num_threads(max(1, int(usable_cores()) // seating.neighbours))
     nodes.settle_interface(HERE)
     ranks = nodes.meet(HERE, seating, rank.store)
+    rank.seating = seating
     rank.deadline_s = seating.deadline_s
     rank.site = Site(place=seating.place, ranks=ranks, pool_size=seating.pool_size, fetch=rank.fetch)
+
+
+def has_left(rank: ProcessRank) -> bool:
+    """Return whether this rank has left its collectives, once its submitted calls have ended."""
+    return nodes.has_left_collectives(rank.site)
+
+
+def meet_again(rank: ProcessRank, port: int) -> None:
+    """Connect to the world again, at the port of a new store."""
+    assert rank.site is not None and rank.seating is not None, "it has joined"
+    nodes.meet_again(HERE, replace(rank.seating, port=port), rank.store, rank.site)
 
 
 def leave(rank: ProcessRank) -> None:
@@ -221,4 +238,4 @@ def _loss(error: BaseException) -> BaseException:
     """Return the error of a call whose argument was lost."""
     if not isinstance(error, RankLost):
         return error
-    return Stranded(f"the rank of an argument {error.what}", why=error.why, fix=error.fix)
+    return Stranded(error.of("the rank of an argument"), why=error.why, fix=error.fix)

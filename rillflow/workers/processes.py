@@ -42,7 +42,7 @@ from rillflow.workers.local_ranks import EventLoop, LocalProcess, LocalRank, Pro
 from rillflow.workers.messages import cannot_travel, heaviest
 from rillflow.workers.nodes import Seating
 from rillflow.workers.parcels import Frame, Parcel
-from rillflow.workers.pending import await_replies
+from rillflow.workers.pending import await_replies, broken_worlds
 from rillflow.workers.process_rank import HERE, FrameKind
 from rillflow.workers.segments import SegmentPool
 from rillflow.workers.watchdog import start_child
@@ -187,6 +187,17 @@ class ProcessBackend(Backend):
 
     def _asked(self, doing: str, calls: Mapping[Place, ProcessReference]) -> dict[Place, Any]:
         return await_replies(doing, calls, self, self._wait_s, fix="raise placement.start_s")
+
+    def mend(self, pools: Collection[str], deadline_s: float) -> None:
+        """See Backend."""
+        there = [at for at in self._ranks if at.pool in pools and len(self._worlds[at]) > 1]
+        left = {at: self._ask(self._ranks[at], process_rank.has_left) for at in there}
+        for world in broken_worlds(left, self._worlds, self, deadline_s):
+            size = len(world)
+            host = self._ask(self._ranks[world[0]], process_rank.host, size, self._collective_s)
+            port = self._asked("opening a new store of its world", {world[0]: host})[world[0]]
+            joining = {at: self._ask(self._ranks[at], process_rank.meet_again, port) for at in world}
+            self._asked("joining its world again", joining)
 
     def pack(self, value: Any, what: str) -> Any:
         """See Backend; large arrays are copied once, into memory that all ranks map."""

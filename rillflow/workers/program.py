@@ -23,9 +23,9 @@ from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.runs.error_lines import innermost_line
-from rillflow.workers.backend import Site
+from rillflow.workers.backend import RankLost, Site
 from rillflow.workers.baton import Fusible, run_both
-from rillflow.workers.collectives import Stranded
+from rillflow.workers.collectives import Stranded, is_broken_collective
 from rillflow.workers.values import (
     Facts,
     Held,
@@ -237,10 +237,12 @@ def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> R
     rank = f" on {site.place}" if site.pool_size > 1 else ""
     rows = described(given)
     where = f"in {name}{rank}{f', given {rows}' if rows else ''}"
+    if isinstance(error, RankLost):
+        error.place = site.place
     if isinstance(error, RillflowError):
         error.add_note(where)
         return error
-    is_echo = isinstance(error, RuntimeError) and site.ranks.size > 1  # torch's form of a broken collective
+    is_echo = site.ranks.size > 1 and is_broken_collective(error)
     return (Stranded if is_echo else ClusterError)(
         f"{type(error).__name__} {where}{f': {error}' if str(error) else ''}",
         why=f"raised at {innermost_line(error)}",

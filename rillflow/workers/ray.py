@@ -56,7 +56,7 @@ from rillflow.workers.backend import (
 from rillflow.workers.liveness import Heartbeats, HeartbeatTarget
 from rillflow.workers.messages import cannot_travel, heaviest
 from rillflow.workers.nodes import ProcessSeat, Seating
-from rillflow.workers.pending import await_replies
+from rillflow.workers.pending import await_replies, broken_worlds
 from rillflow.workers.ray_cluster import RayCluster
 from rillflow.workers.ray_losses import loss, raise_cause
 from rillflow.workers.ray_messages import opened, packed
@@ -148,6 +148,16 @@ class RayBackend(Backend):
             self._ranks[Place(at.pool, counts[at.pool])] = came[at]
             counts[at.pool] += 1
         self._join(self._ranks)
+
+    def mend(self, pools: Collection[str], deadline_s: float) -> None:
+        """See Backend."""
+        there = [at for at in self._ranks if at.pool in pools and len(self._worlds[at]) > 1]
+        left = {at: self._ranks[at].actor.has_left.remote() for at in there}
+        for world in broken_worlds(left, self._worlds, self, deadline_s):
+            host = self._ranks[world[0]].actor.host.remote(len(world), self._collective_s)
+            port = self._asked("opening a new store of its world", {world[0]: host})[world[0]]
+            joining = {at: self._ranks[at].actor.meet_again.remote(port) for at in world}
+            self._asked("joining its world again", joining)
 
     def pack(self, value: Any, what: str) -> Any:
         """See Backend."""

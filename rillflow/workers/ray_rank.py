@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -75,7 +76,7 @@ class RankProcess:
         torch.set_num_threads(threads)
         nodes.settle_interface(self._node)
         ranks = nodes.meet(self._node, seating, self._store)
-        self._deadline_s = seating.deadline_s
+        self._deadline_s, self._seating = seating.deadline_s, seating
         self._site = Site(
             place=seating.place,
             ranks=ranks,
@@ -83,6 +84,15 @@ class RankProcess:
             fetch=self._fetch,
             ahead_s=seating.ahead_s,
         )
+        return packed(True).body
+
+    def has_left(self) -> Body:
+        """Return whether this rank has left its collectives, once its submitted calls have ended."""
+        return packed(nodes.has_left_collectives(self._site)).body
+
+    def meet_again(self, port: int) -> Body:
+        """Connect to the world again, at the port of a new store."""
+        nodes.meet_again(self._node, replace(self._seating, port=port), self._store, self._site)
         return packed(True).body
 
     def close(self) -> None:
@@ -104,7 +114,11 @@ class RankProcess:
                 raise Signalled
             found = work(self._site, *arguments)
         except KeyboardInterrupt:
+            nodes.leave_collectives(self._site)
             raise Stranded("was abandoned", why="the run was stopped") from None
+        except BaseException:
+            nodes.leave_collectives(self._site)
+            raise
         finally:
             self._running_era = math.inf
             self._held = {}  # objects held after a call stay in the store

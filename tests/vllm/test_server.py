@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rillflow.errors import RolloutError
+from rillflow.rollout.engine import EngineLost
 from rillflow.rollout.vllm.requests import CoreSettings
 from rillflow.rollout.vllm.served_core import ServedCore
 
@@ -33,7 +34,7 @@ from rillflow.rollout.vllm.engine import VllmEngine
 made = engine(VllmEngine, model(), **SERVED)
 for start in starts(prompts(), 1):
     made.add(start)
-print(made._core._process.pid, flush=True)
+print(made._core._server.pid, flush=True)
 while True:
     made.step() if made.has_work else made.wake()
 """
@@ -58,29 +59,40 @@ def test_a_server_that_dies_in_mid_generation_is_an_error_with_its_status() -> N
     made, _ = both(model(), **SERVED)
     parts = made.generate_parts([prompts(1), prompts(9, first=1)], 4)
     next(parts)
-    os.kill(made._core._process.pid, signal.SIGKILL)
-    with pytest.raises(RolloutError, match="exited with status -9") as caught:
+    os.kill(made._core._server.pid, signal.SIGKILL)
+    ended = r"vLLM's server \(process \d+, \S+\) ended by SIGKILL, in a request to"
+    with pytest.raises(EngineLost, match=ended) as caught:
         list(parts)
-    assert "resumes from the last checkpoint" in caught.value.fix
-    with pytest.raises(RolloutError, match="exited with status -9"):
+    assert len(str(caught.value).splitlines()) == 3 and "Warning" not in str(caught.value)
+    assert "dmesg" in caught.value.fix and "lower rollout.max_rows" in caught.value.fix
+    with pytest.raises(EngineLost, match=f"{ended} wake"):
         made.wake()
 
 
 def test_a_server_that_hangs_is_waited_for_no_longer_than_it_may_take() -> None:
     made, _ = both(model(), **SERVED)
-    process = made._core._process.pid
+    process = made._core._server.pid
     made._core._answer_s = 1.0
     os.kill(process, signal.SIGSTOP)
-    with pytest.raises(
-        RolloutError, match=rf"rank process {os.getpid()} has waited for .*{process}.*to wake since"
-    ):
+    began = time.monotonic()
+    with pytest.raises(EngineLost, match=rf"{process}.* gave no answer for 1 s.*in a request to wake"):
+        made.wake()
+    assert ends(process)
+    assert time.monotonic() - began < 60
+
+
+def test_a_server_that_is_stopped_is_lost_after_seconds() -> None:
+    made, _ = both(model(), **SERVED)
+    process = made._core._server.pid
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(EngineLost, match=rf"{process}.* was stopped for 5 s and then killed"):
         made.wake()
     assert ends(process)
 
 
 def test_a_server_ends_with_whoever_has_it() -> None:
     made, _ = both(model(), **SERVED)
-    process = made._core._process.pid
+    process = made._core._server.pid
     assert is_there(process)
     del made, _
     gc.collect()
@@ -109,7 +121,7 @@ def test_a_python_that_is_not_there_is_named() -> None:
     )
     with pytest.raises(RolloutError, match="/no/such/python cannot start vLLM's server"):
         ServedCore(Path("/no/such/python"), settings)
-    with pytest.raises(RolloutError, match="exited with status 0 during a request to start"):
+    with pytest.raises(EngineLost, match="ended with exit code 0, in a request to start"):
         ServedCore(Path("/bin/true"), settings)
 
 

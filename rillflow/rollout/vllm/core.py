@@ -14,6 +14,7 @@ Legend: n rows, V vocabulary.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,13 +32,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from rillflow.formulas.counter import uniform
 from rillflow.records.row import RowId
 from rillflow.rollout.native.sampling import DrawSettings, Seen, draw
-from rillflow.rollout.vllm.requests import Ask, CoreSettings, Piece
+from rillflow.rollout.vllm.requests import Ask, CoreSettings, Piece, unname_memory
 
 _ASK, _HEAD = "rillflow", "lm_head.weight"
 _NOTHING = Piece(row=RowId(0, 0, 0), tokens=(), logprobs=(), has_ended=False)
@@ -95,7 +96,7 @@ class Core:
     """
 
     def __init__(self, settings: CoreSettings) -> None:
-        self._keep_cache, self._rank = settings.keep_cache, settings.rank
+        self._keep_cache, self._rank, self._scratch = settings.keep_cache, settings.rank, settings.scratch
         device = torch.device(settings.device)
         # On a CPU, vLLM packs weight matrices, and would not pack a tied head again after a reload.
         self._is_asleep, self._can_sleep = False, device.type == "cuda"
@@ -129,7 +130,7 @@ class Core:
         finally:
             torch.set_num_threads = set_threads  # vLLM replaces the function for the whole process
         if settings.tp > 1 and device.type == "cpu":
-            _unname_memory(settings.port)
+            unname_memory(settings.port)
         (model,) = self._engine.collective_rpc("get_model")
         named = model.named_parameters(remove_duplicate=False)
         self._has_head = any(name.endswith(_HEAD) for name, _ in named)  # gemma2 has no head of its own
@@ -184,7 +185,7 @@ class Core:
         held = {name: tensor.contiguous() for name, tensor in weights}
         layers = {name.rsplit(".", 3)[-3] for name in held}
         said = {"r": self._rank, "lora_alpha": scale * self._rank, "target_modules": sorted(layers)}
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
             save_file(held, Path(folder) / "adapter_model.safetensors")
             (Path(folder) / "adapter_config.json").write_text(json.dumps(said))
             named = {"lora_name": f"version {version}", "lora_int_id": 1, "lora_path": folder}
@@ -210,24 +211,25 @@ class Core:
             self._is_asleep = False
 
 
-def _unname_memory(port: int) -> None:
-    """Remove the names of vLLM's shared memory once all ranks are attached: a killed server cannot."""
-    for memory in Path("/dev/shm").glob(f"{port}-*cpushm_*"):
-        memory.unlink(missing_ok=True)
-
-
 def _named(row: RowId) -> str:
     """Return the name of a row's vLLM request."""
     return "/".join(map(str, row))
 
 
 def _shared_with(settings: CoreSettings) -> dict[str, Any]:
-    """Return the settings of an engine that is one of several with shards of the same weights.
+    """Return the settings of the place where an engine's workers meet.
 
-    Each engine has one worker and schedules the same requests by itself.
+    Each engine has one worker. Engines with shards of the same weights schedule the same requests, each by
+    itself. An engine that is alone meets nobody, in memory without a name: vLLM's file would outlive a kill.
     """
     if settings.tp == 1:
-        return {}
+        memory = f"file:///proc/{os.getpid()}/fd/{os.memfd_create('vllm')}"
+
+        class Alone(UniProcExecutor):  # type: ignore[misc]
+            def _distributed_args(self) -> tuple[str, int, int]:
+                return (memory, *super()._distributed_args()[1:])
+
+        return {"distributed_executor_backend": Alone}
     meeting = f"tcp://127.0.0.1:{settings.port}"  # on a CPU, vLLM names its shared memory by the port
 
     class OneOfSeveral(ExecutorWithExternalLauncher):  # type: ignore[misc]

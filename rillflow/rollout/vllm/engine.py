@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,10 +77,12 @@ class _Running:
 class VllmEngine(RowByRow):
     """vLLM; with ``rollout.server``, in a process of another Python environment, else in this process.
 
-    Args: see Engine.
+    Args: see Engine; and
+        home: folder of a server's log, ``server.log``, and of files of a moment; None for the system's.
 
     Raises:
         RolloutError: vLLM rejects the model, or there is not enough memory.
+        EngineLost: the server has ended; also from all methods that need it.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class VllmEngine(RowByRow):
         context: int,
         tp: Ranks,
         stops: Stops,
+        home: Path | None = None,
     ) -> None:
         self._shards = Shards(module, tp)
         self._module: Any = module
@@ -105,7 +109,8 @@ class VllmEngine(RowByRow):
         self._rows: dict[RowId, _Running] = {}
         self._ended: list[Rollout] = []
         self._adapters = [each.beside[0] for each in adapted(module).values()]
-        with tempfile.TemporaryDirectory() as folder:
+        self._log = _emptied(home) if home is not None else None
+        with tempfile.TemporaryDirectory(dir=home) as folder:
             write_settings(self._module, Path(folder))
             self._core = self._started(
                 CoreSettings(
@@ -120,6 +125,7 @@ class VllmEngine(RowByRow):
                     tp=tp.size,
                     tp_rank=tp.rank,
                     port=meeting_port(tp),
+                    scratch=None if home is None else str(home),
                 )
             )
 
@@ -128,7 +134,7 @@ class VllmEngine(RowByRow):
         try:
             server = self._config.server
             if server is not None or settings.tp > 1:  # vLLM's process groups need processes of their own
-                return ServedCore(Path(server or sys.executable), settings)
+                return ServedCore(Path(server or sys.executable), settings, log=self._log)
             gc.collect()  # collecting an unused engine later would destroy vLLM's process groups
             os.environ.update(ENVIRONMENT)
             os.environ.setdefault(LOUDNESS, "ERROR")
@@ -308,6 +314,15 @@ class VllmEngine(RowByRow):
             return
         self._clear()
         raise not_finite(row.rollout.row, len(row.rollout.tokens) + odd[0])
+
+
+def _emptied(home: Path) -> Path:
+    """Make an engine's folder, remove what a killed process left there, and return the path of its log."""
+    home.mkdir(parents=True, exist_ok=True)
+    for left in home.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+    return home / "server.log"
 
 
 def _tied(module: nn.Module) -> dict[str, str]:

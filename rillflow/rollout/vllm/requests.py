@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,6 +63,8 @@ class CoreSettings:
     """Index of this rank among them."""
     port: int = 0
     """Port of this node where their engines meet; 0 for one rank."""
+    scratch: str | None = None
+    """Folder for files of a moment; None for the system's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +146,12 @@ class AnyCore(Protocol):
 def told(error: Exception) -> str:
     """Return an error of vLLM as one line."""
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+
+
+def unname_memory(port: int) -> None:
+    """Remove the names of vLLM's shared memory once all ranks are attached: a killed server cannot."""
+    for memory in Path("/dev/shm").glob(f"{port}-*cpushm_*"):
+        memory.unlink(missing_ok=True)
 
 
 BUCKET_BYTES = 2**26

@@ -1,29 +1,25 @@
 """Served: vLLM's core in a server process, which runs in the environment of another Python.
 
     rank: VllmEngine ─ ServedCore ══ pair of sockets, frames ══ server: python of another environment ─ Core
-                            │                                      imports this package through a link
+                            │                                      imports this very package
                             └─ ends ──> the sockets are closed, the server ends
 
 consumes      answers, to one request at a time
-waits for     an answer, at most ``START_S`` or ``answer_s``; then it kills the server, and the error names
-              the waiting process, the request and the time
-unblocked by  the answer, or the end of the socket: the error has the exit status and the log's last lines
+waits for     an answer, at most ``START_S`` or ``answer_s``; then it kills the server
+unblocked by  the answer, or the end of the socket; a server that is stopped is killed (``server_process``)
 shuts down    with the object or the process: the sockets are closed; a server that does not end is killed
+
+A server that has ended is lost: this request and all later ones raise EngineLost.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +27,8 @@ from torch import Tensor
 
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
+from rillflow.rollout.engine import EngineLost
 from rillflow.rollout.vllm.requests import (
-    ENVIRONMENT,
-    LOUDNESS,
     Ask,
     CoreSettings,
     Piece,
@@ -41,20 +36,17 @@ from rillflow.rollout.vllm.requests import (
     pieces_of,
     said_of,
     send_weights,
+    unname_memory,
 )
-from rillflow.workers.wire import Arrays, Channel, Message
+from rillflow.rollout.vllm.server_process import ServerProcess
+from rillflow.workers.collectives import Stranded, is_broken_collective
+from rillflow.workers.wire import Arrays, Channel, Message, WireError
 
 START_S = 900.0
 """Longest start in seconds: vLLM's imports, and on a GPU its trial passes."""
 ANSWER_S = 600.0
 """Longest wait in seconds for any other answer, or for a part of it."""
-_END_S = 10.0
-"""Seconds that a server may take to end before it is killed."""
-_LOG_BYTES = 2000
-_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from rillflow.rollout.vllm.server import main; main(int(sys.argv[2]))"
-)
+_MEMORY = "dmesg lists processes that were killed for memory; if memory is short, lower rollout.max_rows"
 
 
 class StartRefused(Exception):
@@ -68,48 +60,26 @@ class ServedCore:
         python: Python of the environment with vLLM.
         settings: start settings.
         answer_s: longest wait for an answer in seconds.
+        log: file of the server's output; None for one without a name.
 
     Raises:
         StartRefused: vLLM rejects the settings or the model.
-        RolloutError: there is no such Python, or its process ended.
+        RolloutError: there is no such Python.
+        EngineLost: its process has ended.
     """
 
-    def __init__(self, python: Path, settings: CoreSettings, answer_s: float = ANSWER_S) -> None:
-        self._python, self._answer_s = python, answer_s
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  it is the server's too
+    def __init__(
+        self, python: Path, settings: CoreSettings, answer_s: float = ANSWER_S, log: Path | None = None
+    ) -> None:
+        self._settings, self._answer_s = settings, answer_s
+        self._server = ServerProcess(python, log)
+        self._channel = Channel(self._server.connection)
+        self._end = weakref.finalize(self, self._server.end)
         says = {**asdict(settings), "threads": torch.get_num_threads()}
-        with tempfile.TemporaryDirectory(prefix="rillflow-vllm-") as folder:  # until all is imported there
-            self._process, self._channel = self._spawned(folder)
-            started = self._met(Word.START, lambda: self._channel.send(Word.START, says), within_s=START_S)
+        started = self._met(Word.START, lambda: self._channel.send(Word.START, says), within_s=START_S)
         if started.kind == Word.ERROR:
             raise StartRefused(started.says["why"])
         self.cache_bytes = int(started.says["cache_bytes"])
-
-    def _spawned(self, folder: str) -> tuple[subprocess.Popen[bytes], Channel]:
-        """Start the server in a session of its own, so that an interrupt reaches only the run."""
-        (Path(folder) / "rillflow").symlink_to(Path(__file__).parents[2])
-        own, theirs = socket.socketpair()
-        try:
-            process = subprocess.Popen(
-                [self._python, "-E", "-P", "-c", _BOOT, folder, str(theirs.fileno())],
-                env={LOUDNESS: "ERROR", **os.environ, **ENVIRONMENT},
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise RolloutError(
-                f"{self._python} cannot start vLLM's server",
-                why=str(error),
-                fix="set rollout.server to the Python interpreter of an environment with vLLM",
-            ) from None
-        finally:
-            theirs.close()
-        channel = Channel(own)
-        self._end = weakref.finalize(self, _ended, process, channel)
-        return process, channel
 
     def add(self, tokens: Sequence[int], ask: Ask) -> None:
         """See AnyCore; sent with the next request, whose answer reports any error of vLLM."""
@@ -156,10 +126,10 @@ class ServedCore:
 
         answer = self._met(word, send)
         if answer.kind == Word.ERROR:
-            raise RolloutError(
-                f"vLLM's server (process {self._process.pid}, {self._python}) cannot {word.name.lower()}",
-                why=answer.says["why"],
-            )
+            what, why = f"{self._server} cannot {_name(word)}", answer.says["why"]
+            if self._settings.tp > 1 and is_broken_collective(RuntimeError(why)):
+                raise Stranded(what, why=f"{why}; the servers of a copy of the weights work together")
+            raise RolloutError(what, why=why)
         return answer
 
     def _met(
@@ -167,43 +137,34 @@ class ServedCore:
     ) -> Message:
         """Send, and return the answer if there is one; after an error the server is not used again."""
         began, limit_s = time.time(), within_s or self._answer_s
-        server = f"vLLM's server (process {self._process.pid}, {self._python})"
         try:
-            self._channel.wait_at_most(limit_s)
-            send()
-            return self._channel.receive() if is_answered else Message(kind=Word.OK, says={})
+            with self._server.asked():
+                self._channel.wait_at_most(limit_s)
+                send()
+                return self._channel.receive() if is_answered else Message(kind=Word.OK, says={})
         except TimeoutError:
-            self._process.kill()
-            raise RolloutError(
-                f"rank process {os.getpid()} has waited for {server} to {word.name.lower()} since "
-                f"{time.strftime('%H:%M:%S', time.localtime(began))}, and received nothing for {limit_s:g} s",
-                why=f"the server hung and was killed{self._last_lines()}",
-                fix="run the recipe again: it resumes from the last checkpoint",
-            ) from None
-        except OSError:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
-            status = self._process.returncode
-            raise RolloutError(
-                f"{server} exited with status {status} during a request to {word.name.lower()}",
-                why=f"vLLM exited, or another process killed it{self._last_lines()}",
-                fix="run the recipe again: it resumes from the last checkpoint",
-            ) from None
+            self._server.kill()
+            since = time.strftime("%H:%M:%S", time.localtime(began))
+            how = f"gave no answer for {limit_s:g} s, since {since}, and was killed"
+            raise self._lost(word, how) from None
+        except (OSError, WireError):
+            raise self._lost(word, self._server.how_lost()) from None
         except BaseException:
-            self._end()
+            self._server.kill()
             raise
 
-    def _last_lines(self) -> str:
-        size = os.fstat(self._log.fileno()).st_size
-        last = os.pread(self._log.fileno(), _LOG_BYTES, max(0, size - _LOG_BYTES))
-        text = last.decode(errors="replace").strip()
-        return f"; its last output: {text}" if text else "; it has no output"
+    def _lost(self, word: Word, how: str) -> EngineLost:
+        """Return the error of a server that has ended."""
+        if self._settings.tp > 1:
+            unname_memory(self._settings.port)
+        log = f"its output is in {self._server.log}" if self._server.log is not None else ""
+        lines, was_killed = self._server.last_lines(), self._server.was_killed()
+        return EngineLost(
+            f"{self._server} {how}, in a request to {_name(word)}",
+            why=f"its last output: {lines}" if lines else "another process or the system ended it",
+            fix="; ".join(filter(None, [_MEMORY if was_killed or not lines else "", log])),
+        )
 
 
-def _ended(process: subprocess.Popen[bytes], channel: Channel) -> None:
-    """Close the connection; kill the server if it does not end in time."""
-    channel.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_END_S)
-    process.kill()
-    process.wait()
+def _name(word: Word) -> str:
+    return word.name.lower()

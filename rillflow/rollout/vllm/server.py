@@ -31,6 +31,7 @@ from rillflow.rollout.vllm.requests import (
     received_weights,
     told,
 )
+from rillflow.workers.watchdog import end_with
 from rillflow.workers.wire import Arrays, Channel, Message
 
 _ERROR_LETTERS = 2000
@@ -80,8 +81,14 @@ class _Answers:
                 pass
 
 
-def main(descriptor: int) -> None:
-    """Answer requests until the client closes the socket of this descriptor."""
+def main(descriptor: int, *, parent: int) -> None:
+    """Answer requests until the client closes the socket of this descriptor, or ends.
+
+    Args:
+        descriptor: descriptor of the socket.
+        parent: the client's process; the kernel ends the server with it, also if the server is stopped.
+    """
+    end_with(parent)
     connected = socket.socket(fileno=descriptor)
     threading.Thread(target=_end_with_it, args=(descriptor,), daemon=True).start()
     channel, failed = Channel(connected), ""

@@ -18,6 +18,7 @@ from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import EngineLost
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
 from rillflow.serving.http_body import Declined
@@ -35,8 +36,11 @@ class Faulty(NativeEngine):
         self.order: list[RowId] = []
         self.refuses = self.breaks_on = self.names = -1
         self.passes, self.breaks_at = 0, -1
+        self.loses_on = self.is_lost_at = -1
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        if rollout.row.prompt == self.loses_on:
+            raise EngineLost("its process was killed")
         if rollout.row.prompt == self.refuses:
             raise KeyError(rollout.row.prompt)
         super().add(rollout, sampling)
@@ -44,6 +48,8 @@ class Faulty(NativeEngine):
 
     def step(self) -> list[Rollout]:
         self.passes += 1
+        if self.passes == self.is_lost_at:
+            raise BrokenPipeError
         running = {row.prompt for row in self._workers[0]._scheduler._rows}
         if running & {self.breaks_on, self.names} or self.passes == self.breaks_at:
             self._clear()
@@ -326,3 +332,21 @@ def test_rows_with_one_id_run_one_after_the_other(queue: EngineQueue, engine: Fa
     assert drained(queue) == [] and 4 in told
     tokens = {each.tokens for each in ended if isinstance(each, Rollout)}
     assert len(ended) == 3 and len(tokens) == 1, "the same numbers, and the same tokens"
+
+
+@pytest.mark.parametrize("where", ["add", "step"])
+def test_a_lost_engine_is_told_to_the_caller_and_to_no_row(
+    engine: Faulty, queue: EngineQueue, where: str
+) -> None:
+    """No row is at fault, so none is told that it failed."""
+    told: dict[int, Told] = {}
+    for prompt in range(3):
+        queue.put(wanted(told, prompt))
+    if where == "add":
+        engine.loses_on = 1
+    else:
+        engine.is_lost_at = 3
+    with pytest.raises(EngineLost):
+        for _ in range(5):
+            queue.turn()
+    assert not told
