@@ -3,8 +3,9 @@
     no address ─> private folder and token ─> watchdog ─> Ray's daemons, on the loopback device only
     address ────> a driver on a node that is up, with the protection that the cluster has
 
-Files: Ray opens its own folder to everybody, so it is below a folder of mode 0700; ``~/.ray/auth_token`` is
-made with mode 0600 before Ray would make it with 0644.
+Files: the cluster's files and its token are below a folder of mode 0700, because Ray opens its own folder to
+everybody, and wants a home directory for the token. The folder is in RAY_TMPDIR, or else in TMPDIR. Ray's
+sockets are in it, and the system limits their paths, so a shorter folder is taken if TMPDIR is too long.
 
 Signals: ``ray.init`` replaces the driver's handler of SIGTERM, and starts daemons that end on SIGTERM. Slurm
 sends SIGTERM to all processes of a job at once, and ``kill`` can send it to a whole process group. The ranks
@@ -17,6 +18,7 @@ must not be gone before the driver has saved their state, so
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -35,8 +37,10 @@ from types import FrameType
 import ray
 import torch
 from ray import exceptions as faults
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from rillflow.errors import ClusterError
+from rillflow.runs.formatting import size
 from rillflow.workers import nodes
 from rillflow.workers.watchdog import MARK, end, end_once, watch
 
@@ -46,6 +50,19 @@ _REACH_S = 10.0
 """Seconds to wait for a reply of a cluster's head."""
 _LEAVE_S = 3.0
 """Seconds that the watchdog has to end the cluster's processes."""
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders to try if the temporary directory cannot be used."""
+_SOCKET_BYTES = 107
+"""Longest path of a Unix socket on Linux."""
+_BELOW = "/rf-12345678/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""Longest path of a socket below the folder that is chosen."""
+MOST_FOLDER_BYTES = _SOCKET_BYTES - len(_BELOW)
+"""Longest path of a folder for a cluster of our own."""
+_LEAST_FREE_BYTES = 16 * 2**20
+"""Free space that Ray's logs need at least."""
+_TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_LOG_CHARACTERS = 200
+_WITHOUT = 'placement.backend = "process" starts the same ranks without Ray'
 
 
 class RayCluster:
@@ -61,6 +78,7 @@ class RayCluster:
         """Private folder of a cluster of our own."""
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._is_entered = False
+        self._has_token = False
 
     def enter(self, ranks: int) -> None:
         """Join the cluster, or start one for a number of ranks, which share the machine's cores.
@@ -75,7 +93,7 @@ class RayCluster:
             join_cluster(self._address)
             return
         self.folder = private_folder()
-        private_token()
+        self._has_token = private_token(self.folder)
         self._watchdog = watch(self.folder)
         os.environ[MARK] = str(self.folder)
         try:
@@ -93,6 +111,9 @@ class RayCluster:
         if self._watchdog is not None:
             end(self._watchdog, _LEAVE_S)
             self._watchdog = None
+        if self._has_token:
+            os.environ.pop(_TOKEN_PATH, None)
+            self._has_token = False
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
@@ -114,14 +135,45 @@ def start_cluster(folder: Path, ranks: int) -> None:
                 logging_level=logging.WARNING,
                 _temp_dir=str(folder / "r"),
             )
-    except Exception as error:  # Ray raises exactly this class if a daemon is late
-        if type(error) is not Exception:
-            raise
-        raise ClusterError(
-            "Ray did not start on this machine",
-            why=str(error),
-            fix="check its load and free memory, and run the same command again",
-        ) from None
+    except ClusterError:
+        raise
+    except Exception as error:  # any class: Ray failed, or this machine
+        raise start_error(error, folder) from error
+
+
+def start_error(error: Exception, folder: Path) -> ClusterError:
+    """Return the error of a cluster that did not start, with the variable or limit to change.
+
+    Args:
+        error: the error of Ray, or of the system.
+        folder: the cluster's private folder.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+    number = error.errno if isinstance(error, OSError) else None
+    if "AF_UNIX" in said:
+        fix = f"set RAY_TMPDIR to a folder with a path of at most {MOST_FOLDER_BYTES} bytes, such as /tmp"
+    elif number in (errno.ENOSPC, errno.EDQUOT):
+        fix = f"free space in {folder.parent}, or set RAY_TMPDIR to a short folder on another disk"
+    elif number in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
+        fix = "raise the limits of files, processes and memory: see ulimit -a, and rillflow doctor"
+    elif "home directory" in said or number in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOENT):
+        fix = "set HOME, and RAY_TMPDIR, to folders that can be written"
+    else:
+        fix = "check the machine's load, its free memory, /dev/shm, and variables that begin with RAY_"
+    return ClusterError(
+        "Ray did not start on this machine", why=_with_log(said, folder), fix=f"{fix}; {_WITHOUT}"
+    )
+
+
+def _with_log(said: str, folder: Path) -> str:
+    """Return an error with the last lines that Ray's daemons wrote to their error logs."""
+    for name in ("gcs_server.err", "raylet.err"):
+        with suppress(OSError):
+            text = (folder / "r" / "session_latest" / "logs" / name).read_text("utf-8", "replace")
+            if lines := [line.strip() for line in text.splitlines() if line.strip()]:
+                said += f"; {name}: {lines[-1][:_LOG_CHARACTERS]}"
+    return said
 
 
 def join_cluster(address: str) -> None:
@@ -160,29 +212,64 @@ def _is_node() -> bool:
 
 
 def private_folder() -> Path:
-    """Create and return a folder of mode 0700, below RAY_TMPDIR if set, with a folder ``r`` for Ray."""
-    made = Path(tempfile.mkdtemp(prefix="rf-", dir=os.environ.get("RAY_TMPDIR")))
+    """Create and return a folder of mode 0700 with a folder ``r`` for Ray; see ``folder_choice``.
+
+    Raises:
+        ClusterError: no folder can be used.
+    """
+    made = Path(tempfile.mkdtemp(prefix="rf-", dir=folder_choice()))
     (made / "r").mkdir()
     return made
 
 
-def private_token() -> None:
-    """Create Ray's token file, or restrict it to this user; do nothing if the environment has a token."""
-    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        return
-    file = Path.home() / ".ray" / "auth_token"
-    with suppress(OSError):  # another driver has just made it, or Ray reports the folder's problem
-        if file.exists():
-            file.chmod(0o600)
-            return
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        fresh = file.with_name(f"auth_token.{os.getpid()}")
-        fresh.touch(mode=0o600, exist_ok=False)
-        fresh.write_text(secrets.token_hex(32))
-        try:
-            os.link(fresh, file)
-        finally:
-            fresh.unlink()
+def folder_choice() -> Path:
+    """Return the folder for a cluster of our own: RAY_TMPDIR, or the first of several that can be used.
+
+    Raises:
+        ClusterError: the folder of RAY_TMPDIR cannot be used, or none of the others.
+    """
+    wanted = os.environ.get("RAY_TMPDIR")
+    candidates = [wanted] if wanted else [os.environ.get("TMPDIR"), *_SHORT]
+    problems = []
+    for folder in (Path(each).absolute() for each in dict.fromkeys(filter(None, candidates))):
+        problem = _folder_problem(folder)
+        if not problem:
+            return folder
+        problems.append(f"{folder} {problem}")
+    raise ClusterError(
+        f"Ray has no folder for its sockets and logs{'' if wanted is None else ': RAY_TMPDIR'}",
+        why="; ".join(problems),
+        fix="set RAY_TMPDIR to a folder that can be written, with a path of at most "
+        f"{MOST_FOLDER_BYTES} bytes; {_WITHOUT}",
+    )
+
+
+def _folder_problem(folder: Path) -> str:
+    """Return why a folder cannot hold a cluster; empty if it can."""
+    length = max(len(os.fsencode(path)) for path in (folder, os.path.realpath(folder)))
+    if length > MOST_FOLDER_BYTES:
+        return f"has a path of {length} bytes, and Ray's sockets allow {MOST_FOLDER_BYTES}"
+    try:
+        with tempfile.TemporaryDirectory(prefix="rf-", dir=folder):
+            free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"cannot be written: {error.strerror}"
+    return f"has {size(free)} free" if free < _LEAST_FREE_BYTES else ""
+
+
+def private_token(folder: Path) -> bool:
+    """Write a token for a cluster of our own into its folder; return False if the environment has a token.
+
+    Ray reads the path from the environment, here and in the processes that start from here.
+    """
+    if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH):
+        return False
+    file = folder / "token"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    os.environ[_TOKEN_PATH] = str(file)
+    AuthenticationTokenLoader.instance().reset_cache()  # of an earlier cluster of this process
+    return True
 
 
 def warn_without_token(address: str) -> None:
