@@ -60,6 +60,11 @@ class FileState:
     reader: str = ""
     """Code or setting that reads it."""
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can be read."""
+        return bool(self.path) and not self.problem
+
     def is_one_with(self, other: FileState) -> bool:
         """Return whether both are one file of a shared disk.
 
@@ -67,6 +72,10 @@ class FileState:
         file system may keep no more, or an image may set all times.
         """
         return not self.problem and self.stats == other.stats and self.stats[3] % 10**9 != 0
+
+
+NOWHERE = FileState(path="")
+"""State of a file whose name a node does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,21 +116,21 @@ def require_alike(
     here = listing_of(subject)
     there = await_replies("listing its files", calls, backend, start_s)
     for at, node in firsts.items():
-        _require_names(node.address, here, there[at])
-    pairs = {
-        at: {
-            name: (here.files[name], each)
-            for name, each in there[at].files.items()
-            if name in here.files and each.path and not each.is_one_with(here.files[name])
-        }
-        for at in firsts
-    }
-    unknown = {
+        _refuse(node, other_names(here, there[at]))
+    pairs = {at: unproven(here, there[at]) for at in firsts}
+    fresh = {
         at: {name: pair for name, pair in found.items() if (firsts[at].address, *pair) not in known}
         for at, found in pairs.items()
     }
-    _compare(firsts, unknown, backend, load_s)
-    known |= {(firsts[at].address, *pair) for at, found in unknown.items() for pair in found.values()}
+    reading = {
+        at: backend.submit(at, _digests_here, sorted({theirs.path for _, theirs in found.values()}))[0]
+        for at, found in fresh.items()
+        if found
+    }
+    own = digests_of(sorted({mine.path for found in fresh.values() for mine, _ in found.values()}))
+    for at, digests in await_replies("reading its files", reading, backend, load_s).items():
+        _refuse(firsts[at], other_bytes(fresh[at], own, digests))
+        known |= {(firsts[at].address, *pair) for pair in fresh[at].values()}
     return here.texts
 
 
@@ -133,53 +142,48 @@ def first_places(nodes: Mapping[Place, Node]) -> dict[Place, Node]:
     return {at: nodes[at] for at in firsts.values()}
 
 
-def _compare(
-    firsts: Mapping[Place, Node],
-    pairs: Mapping[Place, Mapping[str, tuple[FileState, FileState]]],
-    backend: Backend,
-    load_s: float,
-) -> None:
-    """Compare the digests of pairs of files; every node reads its own at the same time."""
-    calls = {
-        at: backend.submit(at, _digests_here, sorted({pair[1].path for pair in found.values()}))[0]
-        for at, found in pairs.items()
-        if found
-    }
-    own = digests_of(sorted({pair[0].path for found in pairs.values() for pair in found.values()}))
-    there = await_replies("reading its files", calls, backend, load_s)
-    for at, digests in there.items():
-        problems = []
-        for name, (mine, theirs) in pairs[at].items():
-            if own[mine.path] != digests[theirs.path]:
-                problems.append(_difference(name, mine, theirs, own[mine.path], digests[theirs.path]))
-        if problems:
-            raise _refusal(firsts[at].address, problems)
-
-
-def _require_names(node: str, here: Listing, there: Listing) -> None:
-    """Refuse a node that lacks a file or package of this machine, or has one more, or another version."""
+def other_names(here: Listing, there: Listing) -> list[str]:
+    """Return how the names, the readable files and the versions of a node differ from this machine's."""
     problems = []
     for name in sorted({*here.files, *there.files}):
-        mine, theirs = here.files.get(name), there.files.get(name)
-        if name.startswith(there.open) and theirs is None:
+        mine, theirs = here.files.get(name, NOWHERE), there.files.get(name, NOWHERE)
+        if theirs is NOWHERE and name.startswith(there.open):
             continue
-        if theirs is None or (theirs.problem and (mine is None or not mine.problem)) or not theirs.path:
-            if mine is not None and mine.path:
-                problems.append(_lack(name, mine, theirs))
-        elif mine is None or not mine.path:
+        if theirs.is_usable and not mine.is_usable:
             problems.append(f"it has {theirs.path} ({name}), and this machine does not")
+        elif mine.is_usable and not theirs.is_usable:
+            problems.append(_lack(name, mine, theirs))
     problems += [
         f"it has {name} {there.versions[name]}, and this machine {here.versions[name]}"
         for name in sorted(here.versions.keys() & there.versions.keys())
         if here.versions[name] != there.versions[name]
     ]
-    if problems:
-        raise _refusal(node, problems)
+    return problems
 
 
-def _lack(name: str, mine: FileState, theirs: FileState | None) -> str:
+def unproven(here: Listing, there: Listing) -> dict[str, tuple[FileState, FileState]]:
+    """Return the files of this machine and of a node that may differ, by name; their stats prove nothing."""
+    return {
+        name: (here.files[name], theirs)
+        for name, theirs in there.files.items()
+        if name in here.files and theirs.is_usable and not theirs.is_one_with(here.files[name])
+    }
+
+
+def other_bytes(
+    pairs: Mapping[str, tuple[FileState, FileState]], own: Mapping[str, str], digests: Mapping[str, str]
+) -> list[str]:
+    """Return how the bytes of a node's files differ from this machine's, given digests by path."""
+    return [
+        _difference(name, mine, theirs, own[mine.path], digests[theirs.path])
+        for name, (mine, theirs) in pairs.items()
+        if own[mine.path] != digests[theirs.path] or own[mine.path].startswith(_ERROR)
+    ]
+
+
+def _lack(name: str, mine: FileState, theirs: FileState) -> str:
     read = f", which {mine.reader} reads" if mine.reader else ""
-    if theirs is not None and theirs.problem:
+    if theirs.problem:
         return f"it cannot read {theirs.path}{read}: {theirs.problem}"
     if name.startswith("module "):
         return f"it has no {name}{read.replace('reads', 'imports')}: {mine.path} here"
@@ -197,13 +201,15 @@ def _difference(name: str, mine: FileState, theirs: FileState, own: str, other: 
     return f"it has another {where}{of}: {sizes}SHA-256 {other[:12]} there, {own[:12]} here"
 
 
-def _refusal(node: str, problems: Sequence[str]) -> RunDirectoryError:
-    more = f"; and {len(problems) - _LISTED} more differences" if len(problems) > _LISTED else ""
-    return RunDirectoryError(
-        f"node {node} has other files than this machine: {'; '.join(problems[:_LISTED])}{more}",
-        why="all ranks must run the same code on the same weights; else results are wrong without an error",
-        fix="copy the files to the same paths of every node, or put them on a disk that all nodes share",
-    )
+def _refuse(node: Node, problems: Sequence[str]) -> None:
+    """Raise RunDirectoryError if there are problems."""
+    if problems:
+        more = f"; and {len(problems) - _LISTED} more differences" if len(problems) > _LISTED else ""
+        raise RunDirectoryError(
+            f"node {node.address} has other files than this machine: {'; '.join(problems[:_LISTED])}{more}",
+            why="all ranks must run the same code on the same weights, or results are wrong without an error",
+            fix="copy the files to the same paths of every node, or put them on a disk that all nodes share",
+        )
 
 
 def listing_of(subject: Subject) -> Listing:
@@ -229,8 +235,8 @@ def listing_of(subject: Subject) -> Listing:
 def _model_files(setting: str, source: str, subject: Subject) -> Iterator[tuple[str, str]]:
     """Yield names and paths of a model's files, and of its base's; nothing of a model to download."""
     found = locate(source, Path(subject.base))
-    directories = {setting: found, f"{setting} base": base_of(found) if Path(found).is_dir() else found}
-    for name, each in directories.items():
+    base = base_of(found) if Path(found).is_dir() else found
+    for each, name in {base: f"{setting} base", found: setting}.items():
         directory = Path(each)
         if not directory.is_dir():
             from huggingface_hub import try_to_load_from_cache
