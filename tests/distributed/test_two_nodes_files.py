@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -115,10 +116,15 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Machine]]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder that both nodes see."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def nodes(shared: Path) -> Iterator[list[Machine]]:
     """Yield two nodes with Ray; /mnt/tree has the files that each node copies to its own disk."""
-    folder = tmp_path_factory.mktemp("shared")
-    tree = folder / "tree"
+    folder, tree = shared, shared / "tree"
     for name, text in FILES.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(text)
@@ -180,20 +186,86 @@ def copied(nodes: list[Machine]) -> None:
         node.run("bash", "-ec", f"rm -rf {FOLDER}; cp -r {SHARED}/tree {FOLDER}")
 
 
+TRY_ALL = """
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from rillflow.app.facts import RecipeFacts
+from rillflow.app.node_checks import subject_of
+from rillflow.app.node_files import require_alike
+from rillflow.app.recipe import load_recipe
+from rillflow.errors import RillflowError
+from rillflow.workers.backend import Place, Pool
+from rillflow.workers.start import ray_backend
+
+
+def change(site, command):
+    copy = f"rm -rf /tmp/w/*; cp -r /mnt/tree/. /tmp/w; cd /tmp/w; {command}"
+    return subprocess.run(["bash", "-ec", copy], capture_output=True, text=True).stderr
+
+
+address, told = sys.argv[1], {}
+backend = ray_backend(120.0, address, start_s=120.0, heartbeat_s=0)
+backend.open([Pool(name="main", size=2)])
+subprocess.run(["cp", "-r", "/mnt/tree", "/tmp/w"], check=True)
+for name, (command, _, settings) in json.loads(Path("/mnt/cases.json").read_text()).items():
+    settings += ["policy.model.new=none"] if any("model.path" in each for each in settings) else []
+    loaded = load_recipe(Path("/tmp/w/run.toml"), settings)
+    facts = RecipeFacts(recipe=loaded.recipe, base=loaded.base)
+    (done,) = backend.submit(Place("main", 1), change, command)
+    assert backend.read_all([done], 60.0) == [""], name
+    try:
+        require_alike(subject_of(facts), backend, facts.equal_files, 120.0, 120.0)
+        told[name] = f"equal, {len(facts.equal_files)} files by digest"
+    except RillflowError as error:
+        told[name] = str(error)
+backend.close()
+Path("/mnt/told.json").write_text(json.dumps(told))
+"""
+"""Opens two ranks on two nodes once, and compares the nodes after each change of the second one's copies."""
+EQUAL: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    f"equal {settings}": ("touch beside.py", "equal", settings)
+    for settings in [
+        (),
+        (MODEL,),
+        ("policy.model.path=adapter",),
+        (ENGINE,),
+        (MODEL, PPO, "critic.path=other"),
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def told(nodes: list[Machine], shared: Path) -> dict[str, str]:
+    """Return the error, or the number of compared files, of each case."""
+    (shared / "cases.json").write_text(json.dumps(CASES | EQUAL))
+    (shared / "cases.py").write_text(TRY_ALL)
+    nodes[1].run("mkdir", "-p", FOLDER)
+    nodes[0].run("python", f"{SHARED}/cases.py", f"{nodes[0].address}:{PORT}", env=PATHS, wait_s=600)
+    found: dict[str, str] = json.loads((shared / "told.json").read_text())
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_other_files_on_a_node_are_refused(nodes: list[Machine], name: str) -> None:
-    change, named, settings = CASES[name]
-    copied(nodes)
-    nodes[1].run("bash", "-ec", f"cd {FOLDER}; {change}")
-    said = run(nodes, name, *settings, code=2)
-    assert "error: node 10.77.0.2 has other files than this machine" in said, said
-    assert named in said, said
+def test_other_files_on_a_node_are_refused(told: dict[str, str], name: str) -> None:
+    assert told[name].startswith("node 10.77.0.2 has other files than this machine"), told[name]
+    assert CASES[name][1] in told[name]
 
 
-@pytest.mark.parametrize("settings", [(), (MODEL,), ("policy.model.path=adapter",), (ENGINE,)])
-def test_copies_of_the_same_files_run(nodes: list[Machine], settings: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", EQUAL)
+def test_copies_of_the_same_files_are_equal(told: dict[str, str], name: str) -> None:
+    assert told[name].startswith("equal") and int(told[name].split()[1]) >= len(FILES) - 3, told[name]
+
+
+def test_a_run_is_refused_by_one_changed_file_and_goes_on_once_it_is_equal(nodes: list[Machine]) -> None:
     copied(nodes)
-    said = run(nodes, f"equal{len(settings)}{settings}", *settings)
+    nodes[1].run("bash", "-ec", f"cd {FOLDER}; {CASES['function'][0]}")
+    said = run(nodes, "files", MODEL, code=2)
+    assert "error: node 10.77.0.2 has other files than this machine: it has another /tmp/w/reward.py" in said
+    copied(nodes)
+    said = run(nodes, "files", MODEL)
     assert "other environment variables" not in said
     assert "hostname of the client socket" not in said
 
