@@ -1,4 +1,4 @@
-"""Starts of a cluster of our own without a home directory or with a long TMPDIR, and what they leave behind."""
+"""Starts of a cluster of our own without a home directory or with a long TMPDIR, and what they leave."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_a_user_without_a_home_starts_ray(folder: Path) -> None:
 @pytest.mark.parametrize("ending", ["done", "error", "interrupted", "killed"])
 def test_a_long_tmpdir_starts_ray_and_nothing_is_left(folder: Path, ending: str) -> None:
     if ending == "error":
-        (folder / "reward.py").write_text("def small(completions): return [1 / 0]\n")
+        wrong = "def small(completions): return [0.0] * min(2, len(completions))\n"  # the check has two rows
+        (folder / "reward.py").write_text(wrong)
     steps = "algorithm.steps=1" if ending in ("done", "error") else "algorithm.steps=500"
     env, own = {**os.environ, "TMPDIR": str(folder / LONG), "OMP_NUM_THREADS": "1"}, set[Path]()
     log, number = folder / "log", {"interrupted": signal.SIGINT, "killed": signal.SIGKILL}

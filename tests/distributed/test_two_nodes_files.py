@@ -91,13 +91,21 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "weights": (
         "printf '\\x01' | dd of=model/model.safetensors bs=1 seek=9000 conv=notrunc status=none",
-        "model/model.safetensors",
+        "first/model.safetensors (policy.model.path",
         (MODEL,),
     ),
     "weights by a link": ("ln -sfn other model", "other/model.safetensors", (MODEL,)),
     "no weights": ("rm first/model.safetensors", "does not see", (MODEL,)),
-    "config": (SED.format("1e-06", "1e-05", "first/config.json"), "model/config.json", (MODEL,)),
-    "tokenizer": ("sed -i 's/^{/{ /' first/tokenizer.json", "model/tokenizer.json", (MODEL,)),
+    "config": (
+        SED.format("1e-06", "1e-05", "first/config.json"),
+        "first/config.json (policy.model.path",
+        (MODEL,),
+    ),
+    "tokenizer": (
+        "sed -i 's/^{/{ /' first/tokenizer.json",
+        "first/tokenizer.json (policy.model.path",
+        (MODEL,),
+    ),
     "chat template": ("echo hi > first/chat_template.jinja", "chat_template.jinja", (MODEL,)),
     "adapter": (
         "printf '\\x01' | dd of=adapter/adapter_model.safetensors bs=1 seek=900 conv=notrunc status=none",
@@ -256,7 +264,7 @@ def test_other_files_on_a_node_are_refused(told: dict[str, str], name: str) -> N
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_copies_of_the_same_files_are_equal(told: dict[str, str], name: str) -> None:
-    assert told[name].startswith("equal") and int(told[name].split()[1]) >= len(FILES) - 3, told[name]
+    assert told[name].startswith("equal") and int(told[name].split()[1]) > 10, told[name]
 
 
 def test_a_run_is_refused_by_one_changed_file_and_goes_on_once_it_is_equal(nodes: list[Machine]) -> None:
