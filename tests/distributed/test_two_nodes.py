@@ -272,7 +272,7 @@ def test_a_run_directory_that_a_node_cannot_write_or_does_not_see_is_refused(clu
     assert "on node 10.77.0.5: cannot write /mnt/locked: Read-only file system" in said
     node.run("umount", str(SHARED))
     said = cluster.refused("unseen")
-    assert "node 10.77.0.5 does not see /mnt/reward.py, which this machine sees" in said
+    assert "node 10.77.0.5 has other files than this machine: it does not see /mnt/reward.py" in said
     stop_ray(node)
 
 
