@@ -15,19 +15,18 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.config import SampledConfig, cuts_tail, is_ready_first
 from rillflow.app.encoding import encode_task
 from rillflow.app.evaluate import judged
 from rillflow.app.facts import RecipeFacts
+from rillflow.app.node_checks import check_nodes
 from rillflow.app.phases import PhasePlan, phase_plans
 from rillflow.app.resume import keeps_decisions
 from rillflow.app.reward_checks import compares
 from rillflow.app.role_table import EVAL_REWARD, roles_of
 from rillflow.app.roles import RoleGroups, pools_of
-from rillflow.app.shared_paths import require_shared
 from rillflow.config.problems import together
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import LEFT, AsyncRollout
@@ -106,11 +105,8 @@ class Build:
         """Device that each pool's ranks compute on, by pool name."""
         self.nodes = backend.nodes
         """Node of every rank; empty if all ranks are on this machine."""
-        if backend.nodes:
-            files = [function.file for function in (*facts.functions, *facts.costs) if not function.text]
-            sources = [facts.source, *facts.scorers.values()]
-            files += [Path(source) for source in sources if source is not None and Path(source).exists()]
-            require_shared(run.path.absolute(), files, backend, placement.start_s)
+        self.notes = check_nodes(facts, run.path, backend)
+        """What differs between the nodes of the ranks and this machine."""
         self._roles = RoleGroups(facts, run.path, checkpoint, backend)
         model_input, encoded = self._roles.model_input, facts.encoded
         if encoded is None or not encoded.model_input.reads_as(model_input):

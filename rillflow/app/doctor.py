@@ -22,11 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from rillflow.errors import RewardError
+from rillflow.errors import ClusterError, RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.sandbox import SENTENCES, Level
@@ -34,6 +35,7 @@ from rillflow.rewards.supervised import REFUSED
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.runs.environment import CONTROL_GROUP, package_version, usable_cores, words_of
 from rillflow.runs.formatting import size
+from rillflow.workers.ray_folder import folder_choice
 
 GIB = 1024**3
 LEAST_MEMORY_BYTES = 2 * GIB
@@ -90,6 +92,7 @@ def examine(folder: Path) -> list[Finding]:
         processor,
         memory,
         shared_memory,
+        ray_folder,
         lambda: disk(folder),
         lambda: writing(folder),
         limits,
@@ -283,6 +286,16 @@ def device_memory(device: str) -> int | None:
     number = int(device.partition(":")[2] or 0)
     found = driver.cuDeviceGet(ctypes.byref(handle), number) == 0
     return total.value if found and driver.cuDeviceTotalMem_v2(ctypes.byref(total), handle) == 0 else None
+
+
+def ray_folder() -> list[Finding]:
+    """Report the folder in which a run on several ranks would start Ray; nothing without Ray."""
+    if find_spec("ray") is None:
+        return []
+    try:
+        return _found("ray", f"starts in {folder_choice()}")
+    except ClusterError as error:
+        return _found("ray", f"cannot start: {error.why}", error.fix)
 
 
 def disk(folder: Path) -> list[Finding]:

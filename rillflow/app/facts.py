@@ -42,6 +42,7 @@ from rillflow.tasks.files import Rows
 from rillflow.tasks.task import Task, open_task, read_sets
 
 if TYPE_CHECKING:
+    from rillflow.app.node_files import Known
     from rillflow.models.language_model import LanguageModel
     from rillflow.rollout.engine import Engine
     from rillflow.workers.backend import Backend
@@ -197,6 +198,11 @@ class RecipeFacts:
         module = self.outline.module  # such as a mixture of experts
         shapes = {name: weight.shape for name, weight in module.named_parameters()}
         return sizes_from(module.config.get_text_config().to_dict(), shapes)
+
+    @cached_property
+    def equal_files(self) -> Known:
+        """Pairs of files, here and on nodes, that were compared in this run."""
+        return set()
 
     @cached_property
     def critic(self) -> str | None:

@@ -348,7 +348,6 @@ def _train(
     stack: ExitStack,
 ) -> None:
     from rillflow.app.build import Build
-    from rillflow.app.shared_paths import clock_notes
 
     recipe, task = facts.recipe, facts.task
     keep_sources(recipe, task, facts.base, run.path)
@@ -361,7 +360,7 @@ def _train(
     shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
     build = Build(facts, run, checkpoint, stack, repeat, forks)
     encoding_notes = build.encoded.notes if build.encoded is not facts.encoded else ()
-    for note in (*encoding_notes, *clock_notes(build.nodes)):
+    for note in (*encoding_notes, *build.notes):
         progress.note(f"note: {note}")
     is_planned = keep_plan(run.path, plan, recipe.placement)
     left = run.path / layout.PLAN

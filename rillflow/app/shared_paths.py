@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
+from rillflow.app.node_files import first_places
 from rillflow.errors import RunDirectoryError
 from rillflow.runs.durable import write_error
 from rillflow.runs.formatting import duration
@@ -22,41 +23,38 @@ MENTIONED_S = 1.0
 """Clock offset in seconds above which a note is given."""
 
 
-def require_shared(run: Path, files: Sequence[Path], backend: Backend, deadline_s: float) -> None:
-    """Refuse a node that cannot read and write the run directory, or that lacks a file of the recipe.
+def require_shared(run: Path, backend: Backend, deadline_s: float) -> None:
+    """Refuse a node that cannot read and write the run directory.
 
     Args:
         run: the run directory.
-        files: further files that ranks read: reward functions and models.
         backend: the backend with the ranks.
         deadline_s: seconds that a rank may take to answer.
 
     Raises:
-        RunDirectoryError: a node does not see a file, or cannot write there.
+        RunDirectoryError: a node does not see it, or cannot write there.
     """
-    first = {node.address: at for at, node in backend.nodes.items()}
     mark = run / f".seen-{time.time_ns()}"
     mark.touch()
     try:
         made = {
-            at: backend.submit(at, _require_here, node, mark, list(files))[0] for node, at in first.items()
+            at: backend.submit(at, _require_here, node.address, mark)[0]
+            for at, node in first_places(backend.nodes).items()
         }
         await_replies("looking for the run directory", made, backend, deadline_s)
     finally:
         mark.unlink()
 
 
-def _require_here(site: Site, node: str, mark: Path, files: Sequence[Path]) -> None:
+def _require_here(site: Site, node: str, mark: Path) -> None:
     del site
     until = time.monotonic() + SEEN_S
     while not mark.exists() and time.monotonic() < until:
         time.sleep(0.1)
-    missing = [str(path) for path in (*files, mark) if not path.exists()]
-    if missing:
-        path = str(mark.parent) if missing == [str(mark)] else missing[0]
+    if not mark.exists():
         raise RunDirectoryError(
-            f"node {node} does not see {path}, which this machine sees",
-            why="all ranks read and write the same checkpoints, rollouts and files of the recipe",
+            f"node {node} does not see {mark.parent}, which this machine sees",
+            why="all ranks read and write the same checkpoints and rollouts",
             fix="put it on a disk that all nodes share, at one path; --dir chooses the run directory",
         )
     try:

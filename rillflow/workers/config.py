@@ -96,6 +96,11 @@ class PlacementConfig(Section):
         description="Running Ray cluster to join: host:port or auto. Left out, RAY_ADDRESS if it is set, "
         "else a new cluster.",
     )
+    env: tuple[str, ...] = Field(
+        (),
+        description='Environment variables that ranks on Ray get from the shell of the command: ["HF_HOME"]. '
+        "Other variables on a running cluster are those of ray start. Values are not recorded.",
+    )
     pools: dict[str, int] = Field(
         {"main": 1}, min_length=1, description="Number of ranks of each pool, by name."
     )

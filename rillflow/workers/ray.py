@@ -57,10 +57,11 @@ from rillflow.workers.liveness import Heartbeats, HeartbeatTarget
 from rillflow.workers.messages import cannot_travel, heaviest
 from rillflow.workers.nodes import ProcessSeat, Seating
 from rillflow.workers.pending import await_replies, broken_worlds
+from rillflow.workers.ray_actor import RankActor
 from rillflow.workers.ray_cluster import RayCluster
 from rillflow.workers.ray_losses import loss, raise_cause
 from rillflow.workers.ray_messages import opened, packed
-from rillflow.workers.ray_rank import RankProcess
+from rillflow.workers.ray_resources import alive_nodes, await_room, require_fit
 
 MAX_ARGUMENT_BYTES = 16 * 2**20
 """Largest size of an option; larger data must travel as batches."""
@@ -108,6 +109,7 @@ class RayBackend(Backend):
         start_s: longest start of the processes; each rank adds some seconds.
         load_s: see Backend.
         heartbeat_s: silence of a rank after which it is lost; 0: no heartbeats.
+        variables: environment variables that every rank gets.
     """
 
     def __init__(
@@ -118,9 +120,11 @@ class RayBackend(Backend):
         start_s: float = 60.0,
         load_s: float = 0.0,
         heartbeat_s: float = 5.0,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(deadline_s, load_s=load_s)
         self._address, self._start_s, self._heartbeat_s = address, start_s, heartbeat_s
+        self._variables = dict(variables or {})
         self._ranks: dict[Place, _Process] = {}
         self._methods: dict[tuple[Place, int], Any] = {}
         self._groups: list[Any] = []
@@ -132,15 +136,14 @@ class RayBackend(Backend):
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
         self._cluster.enter(len(found))
-        there = [node for node in ray.nodes() if node["Alive"]]
         if device == "auto":
-            device = "cuda" if any("GPU" in node["Resources"] for node in there) else "cpu"
+            device = "cuda" if any("GPU" in node["Resources"] for node in alive_nodes()) else "cpu"
         self.devices = devices_of(pools, device)
-        self._fit(pools, there)
+        require_fit(pools, self.devices)
         if self._heartbeat_s:
             self._heartbeats = Heartbeats(ray.util.get_node_ip_address(), self._heartbeat_s)
         for pool in pools:
-            self._place(pool)
+            self._place(pool, pools)
         came = self._ranks
         self._seat(came)
         self._ranks, counts = {}, Counter[str]()
@@ -313,31 +316,12 @@ class RayBackend(Backend):
             self._methods[key] = self._ranks[place].actor.run.options(num_returns=results)
         return self._methods[key]
 
-    def _fit(self, pools: Sequence[Pool], there: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ClusterError if the pools need more devices than all nodes have."""
-        for kind in ("CPU", "GPU"):
-            taking = [pool for pool in pools if kind == "CPU" or self.devices[pool.name] != "cpu"]
-            wanted = sum(pool.size for pool in taking)
-            has = sum(node["Resources"].get(kind, 0) for node in there)
-            if wanted > has:
-                listed = ", ".join(f"{pool.name} {pool.size}" for pool in taking)
-                raise ClusterError(
-                    f"the pools ({listed}) need {wanted} {kind}s, but the cluster has {has:g}",
-                    why=f"{wanted - has:g} are missing, because every rank takes 1; {_listed(there)}",
-                    fix="make a pool smaller, let roles share one, or add machines to the cluster",
-                )
-
-    def _place(self, pool: Pool) -> None:
+    def _place(self, pool: Pool, pools: Sequence[Pool]) -> None:
         """Start a pool's processes wherever there is room, numbered in the order of creation."""
         bundle = {"CPU": 1.0} | ({} if self.devices[pool.name] == "cpu" else {"GPU": 1.0})
         group = placement_group([bundle] * pool.size, strategy="PACK")
         self._groups.append(group)
-        if not group.wait(self._start_s):
-            raise ClusterError(
-                f"pool {pool.name!r} of {pool.size} was not scheduled in {self._start_s:g} s",
-                why=f"free in the cluster: {ray.available_resources()}; {_listed(ray.nodes())}",
-                fix="stop other programs on the cluster, or make the pool smaller",
-            )
+        await_room(group, pool, pools, self.devices, self._start_s)
         for index in range(pool.size):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             self._ranks[Place(pool.name, index)] = _Process(
@@ -348,7 +332,7 @@ class RayBackend(Backend):
         """Start a process in a bundle."""
         gpus = 0 if self.devices[pool] == "cpu" else 1
         how = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": bundle}
-        return ray.remote(RankProcess).options(**how).remote(sys.path)
+        return ray.remote(RankActor).options(**how).remote(sys.path, self._variables)
 
     def _seat(self, came: Mapping[Place, _Process]) -> None:
         """Wait until processes have started and reported their location."""
@@ -397,7 +381,7 @@ class RayBackend(Backend):
 
     def _looked_at(self, fresh: Mapping[Place, _Process]) -> dict[Place, Node]:
         """Return the node of every rank; check each node's shared memory and clock once."""
-        stores = {node["NodeManagerAddress"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        stores = {node["NodeManagerAddress"]: node["Resources"] for node in alive_nodes()}
         found: dict[str, Node] = {}
         for process in fresh.values():
             if process.node not in found:
@@ -410,23 +394,18 @@ class RayBackend(Backend):
     def _asked(self, doing: str, calls: Mapping[Place, Any]) -> dict[Place, Any]:
         """Return the replies of processes during the start."""
         wait_s = self._start_s + _START_EACH_S * len(self._worlds)
-        return await_replies(doing, calls, self, wait_s, fix="raise placement.start_s")
+        fix = "raise placement.start_s"
+        if self._address is not None:
+            fix += (
+                "; ray status on a node shows what is free: the ranks of a lost node need room on another one"
+            )
+        return await_replies(doing, calls, self, wait_s, fix=fix)
 
 
 def _order(process: _Process) -> tuple[int, int]:
     """Return the sort key of a process: its node, then its device."""
     assert process.seat is not None, "it has reported its location"
     return process.seat.order
-
-
-def _listed(there: Sequence[Mapping[str, Any]]) -> str:
-    """Return the resources of every node as text for an error."""
-    alive = [node for node in there if node["Alive"]]
-    return "; ".join(
-        f"node {node['NodeManagerAddress']}: "
-        + ", ".join(f"{node['Resources'].get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
-        for node in sorted(alive, key=lambda node: str(node["NodeManagerAddress"]))
-    )
 
 
 def _time_of(actor: Any, wait_s: float) -> float:

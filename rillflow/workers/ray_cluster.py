@@ -3,8 +3,9 @@
     no address ─> private folder and token ─> watchdog ─> Ray's daemons, on the loopback device only
     address ────> a driver on a node that is up, with the protection that the cluster has
 
-Files: Ray opens its own folder to everybody, so it is below a folder of mode 0700; ``~/.ray/auth_token`` is
-made with mode 0600 before Ray would make it with 0644.
+Files: the cluster's files and its token are below a folder of mode 0700, because Ray opens its own folder to
+everybody, and wants a home directory for the token. The folder is in RAY_TMPDIR, or else in TMPDIR. Ray's
+sockets are in it, and the system limits their paths, so a shorter folder is taken if TMPDIR is too long.
 
 Signals: ``ray.init`` replaces the driver's handler of SIGTERM, and starts daemons that SIGTERM would end.
 Slurm sends its signals to all processes of a job at once; a terminal that closes sends SIGHUP, and ``kill``
@@ -25,7 +26,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,10 +34,12 @@ from pathlib import Path
 import ray
 import torch
 from ray import exceptions as faults
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from rillflow.errors import ClusterError
 from rillflow.runs.ending_signals import ENDING
 from rillflow.workers import nodes
+from rillflow.workers.ray_folder import private_folder, start_error
 from rillflow.workers.watchdog import MARK, end, end_once, watch
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ _REACH_S = 10.0
 """Seconds to wait for a reply of a cluster's head."""
 _LEAVE_S = 3.0
 """Seconds that the watchdog has to end the cluster's processes."""
+_TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 class RayCluster:
@@ -61,6 +64,7 @@ class RayCluster:
         """Private folder of a cluster of our own."""
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._is_entered = False
+        self._has_token = False
 
     def enter(self, ranks: int) -> None:
         """Join the cluster, or start one for a number of ranks, which share the machine's cores.
@@ -75,7 +79,7 @@ class RayCluster:
             join_cluster(self._address)
             return
         self.folder = private_folder()
-        private_token()
+        self._has_token = private_token(self.folder)
         self._watchdog = watch(self.folder)
         os.environ[MARK] = str(self.folder)
         try:
@@ -93,6 +97,9 @@ class RayCluster:
         if self._watchdog is not None:
             end(self._watchdog, _LEAVE_S)
             self._watchdog = None
+        if self._has_token:
+            os.environ.pop(_TOKEN_PATH, None)
+            self._has_token = False
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
@@ -114,14 +121,10 @@ def start_cluster(folder: Path, ranks: int) -> None:
                 logging_level=logging.WARNING,
                 _temp_dir=str(folder / "r"),
             )
-    except Exception as error:  # Ray raises exactly this class if a daemon is late
-        if type(error) is not Exception:
-            raise
-        raise ClusterError(
-            "Ray did not start on this machine",
-            why=str(error),
-            fix="check its load and free memory, and run the same command again",
-        ) from None
+    except ClusterError:
+        raise
+    except Exception as error:  # any class: Ray failed, or this machine
+        raise start_error(error, folder) from error
 
 
 def join_cluster(address: str) -> None:
@@ -159,30 +162,19 @@ def _is_node() -> bool:
     return False
 
 
-def private_folder() -> Path:
-    """Create and return a folder of mode 0700, below RAY_TMPDIR if set, with a folder ``r`` for Ray."""
-    made = Path(tempfile.mkdtemp(prefix="rf-", dir=os.environ.get("RAY_TMPDIR")))
-    (made / "r").mkdir()
-    return made
+def private_token(folder: Path) -> bool:
+    """Write a token for a cluster of our own into its folder; return False if the environment has a token.
 
-
-def private_token() -> None:
-    """Create Ray's token file, or restrict it to this user; do nothing if the environment has a token."""
-    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        return
-    file = Path.home() / ".ray" / "auth_token"
-    with suppress(OSError):  # another driver has just made it, or Ray reports the folder's problem
-        if file.exists():
-            file.chmod(0o600)
-            return
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        fresh = file.with_name(f"auth_token.{os.getpid()}")
-        fresh.touch(mode=0o600, exist_ok=False)
-        fresh.write_text(secrets.token_hex(32))
-        try:
-            os.link(fresh, file)
-        finally:
-            fresh.unlink()
+    Ray reads the path from the environment, here and in the processes that start from here.
+    """
+    if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH):
+        return False
+    file = folder / "token"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    os.environ[_TOKEN_PATH] = str(file)
+    AuthenticationTokenLoader.instance().reset_cache()  # of an earlier cluster of this process
+    return True
 
 
 def warn_without_token(address: str) -> None:

@@ -1,4 +1,4 @@
-"""RankProcess: one rank as an actor process of Ray.
+"""RankProcess: one rank in an actor process of Ray (``workers.ray_actor``).
 
 Loop of a rank's process
     consumes      calls submitted to it, in order
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -38,14 +37,9 @@ from rillflow.workers.ray_messages import Body, by_name, opened, packed, replies
 
 
 class RankProcess:
-    """One rank: the process that runs its calls.
+    """One rank: the process that runs its calls."""
 
-    Args:
-        paths: module search path of the driver.
-    """
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        sys.path += [path for path in paths if path not in sys.path]
+    def __init__(self) -> None:
         leave_to_driver()
         self._node = ray.util.get_node_ip_address()
         self._store: Any = None

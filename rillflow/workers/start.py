@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from rillflow.errors import ClusterError
+from rillflow.errors import ClusterError, ConfigError
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.config import PlacementConfig
 from rillflow.workers.inline import InlineBackend
@@ -32,6 +32,10 @@ _EVERY = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a reader of a result gets its error
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # it would abort the driver on SIGTERM
 }
+_AT_START = ("RAY_", "LD_", "PYTHON")
+"""Beginnings of variables that a process of Ray reads before it becomes a rank."""
+_OF_NODE = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PATH", "TMPDIR")
+"""Variables that Ray or Rillflow sets for each rank, or that belong to its node."""
 
 
 def start_backend(
@@ -77,6 +81,7 @@ def start_backend(
             start_s=config.start_s,
             load_s=config.load_s,
             heartbeat_s=config.heartbeat_s,
+            variables=passed_variables(config.env),
         )
     backend.open(pools, device)
     return backend
@@ -89,6 +94,7 @@ def ray_backend(
     start_s: float = 60.0,
     load_s: float = 0.0,
     heartbeat_s: float = 5.0,
+    variables: Mapping[str, str] | None = None,
 ) -> RayBackend:
     """Return a backend on Ray; this function imports Ray.
 
@@ -98,6 +104,7 @@ def ray_backend(
         start_s: see RayBackend, as for the other two.
         load_s: longest time to make a role.
         heartbeat_s: silence of a rank after which it is lost; 0: no heartbeats.
+        variables: see RayBackend.
 
     Raises:
         ClusterError: see ``settle``.
@@ -105,7 +112,33 @@ def ray_backend(
     address = settle(address)
     from rillflow.workers.ray import RayBackend
 
-    return RayBackend(deadline_s, address=address, start_s=start_s, load_s=load_s, heartbeat_s=heartbeat_s)
+    times = {"start_s": start_s, "load_s": load_s, "heartbeat_s": heartbeat_s}
+    return RayBackend(deadline_s, address=address, **times, variables=variables)
+
+
+def passed_variables(names: Sequence[str]) -> dict[str, str]:
+    """Return this process's values of the variables that ``placement.env`` names.
+
+    Raises:
+        ConfigError: a variable is not set here, or a rank cannot get it.
+    """
+    for name in names:
+        what = f"placement.env has {name!r}"
+        if not name.isidentifier():
+            raise ConfigError(what, why="it is no name of a variable", fix='write names: ["HF_HOME"]')
+        if name.startswith(_AT_START) or name in _OF_NODE:
+            raise ConfigError(
+                what,
+                why="it belongs to a node, or a process reads it before it becomes a rank",
+                fix="remove it, and export it before ray start on every node",
+            )
+        if name not in os.environ:
+            raise ConfigError(
+                f"{what}, which is not set here",
+                why="ranks get the values of this shell",
+                fix=f"export {name}, or remove it from placement.env",
+            )
+    return {name: os.environ[name] for name in names}
 
 
 def settle(address: str | None = None) -> str | None:

@@ -220,6 +220,21 @@ def test_what_is_missing_is_told_by_node(two: Cluster) -> None:
     assert "the pools (main 2) need 2 GPUs, but the cluster has 0" in said
 
 
+def test_a_full_cluster_says_what_it_waits_for(two: Cluster) -> None:
+    busy = two.head.started(*two.words("busy", DP, "warm_start=none", "algorithm.steps=1000"))
+    while not (two.folder / "busy" / "metrics.jsonl").exists():
+        assert busy.poll() is None, busy.communicate()[0]
+        time.sleep(0.05)
+    words = two.words("full", *SHORT, DP, "placement.start_s=12")
+    said = " ".join(two.head.run(*words, code=2).split())
+    busy.terminate()
+    busy.communicate(timeout=120)
+    assert "pool 'main' waits for 2 free CPUs in the cluster, at most" in said
+    assert "free now: node 10.77.0.1: 0 CPUs, 0 GPUs; node 10.77.0.2: 0 CPUs, 0 GPUs" in said
+    assert "error: pool 'main' has waited 12 s for 2 free CPUs in the cluster" in said
+    assert "bundle_group" not in said
+
+
 def test_a_node_of_other_versions_is_refused_with_each(cluster: Cluster) -> None:
     node = cluster.others[0]
     node.run("bash", "-ec", f"mkdir -p /tmp/o/torch-9.9.9.dist-info; cp -r {FOLDER}/rillflow /tmp/o/")
@@ -257,7 +272,7 @@ def test_a_run_directory_that_a_node_cannot_write_or_does_not_see_is_refused(clu
     assert "on node 10.77.0.5: cannot write /mnt/locked: Read-only file system" in said
     node.run("umount", str(SHARED))
     said = cluster.refused("unseen")
-    assert "node 10.77.0.5 does not see /mnt/reward.py, which this machine sees" in said
+    assert "node 10.77.0.5 has other files than this machine: it does not see /mnt/reward.py" in said
     stop_ray(node)
 
 
