@@ -57,13 +57,13 @@ def body(statement: str) -> str:
 @pytest.mark.parametrize("statement", IN_PROCESS)
 def test_auto_refuses_text_in_the_functions_own_process(write: Write, statement: str) -> None:
     with pytest.raises(RewardError, match=r"rewards\.py, line 2") as caught:
-        is_shut_in(write(body(statement)), "auto")
+        is_shut_in(write(body(statement)), "auto", unless_harmless=True)
     assert "run_python" in caught.value.fix
 
 
 @pytest.mark.parametrize("statement", STARTING)
 def test_auto_shuts_in_what_starts_processes(write: Write, statement: str) -> None:
-    assert is_shut_in(write(body(statement)), "auto")
+    assert is_shut_in(write(body(statement)), "auto", unless_harmless=True)
 
 
 @pytest.mark.parametrize("statement", HARMLESS)
@@ -73,7 +73,7 @@ def test_no_false_alarm(write: Write, statement: str) -> None:
 
 @pytest.mark.parametrize("setting", [True, False])
 def test_a_setting_wins_over_what_is_recognised(write: Write, setting: bool) -> None:
-    assert is_shut_in(write(body("exec(completions[0])")), setting) is setting
+    assert is_shut_in(write(body("exec(completions[0])")), setting, unless_harmless=True) is setting
 
 
 def test_modules_beside_the_function_are_read_too(write: Write, tmp_path: Path) -> None:
