@@ -2,16 +2,16 @@
 
     function ─ writes files ─ starts A ─> the files are remembered
              ─ A ends ─ the function writes ─ starts B ─┬─> undone: what A did
-                                                        └─> kept: what the function wrote since, files that the
-                        command of B names, everything if A is a compiler, and what ``keep_files`` names
+                                                        └─> kept: what the function wrote since,
+                  files that the command of B names, everything if A is a compiler, and what ``keep_files`` names
 
     consumes      audit events of the function's process: starts of programs, its own changes of files
     waits for     nothing
     produces      the files as the function left them; RuntimeError, which fails the start, if it cannot
 
-It works in the function's own process, because only that process knows which files are its own. Before it looks,
-``running_programs`` makes sure that no ended program has a process left. Programs that run at the same time
-share their files until all have ended. Standard library only.
+It works in the function's own process, because only that process knows which files are its own. Before it
+looks, ``running_programs`` makes sure that no ended program has a process left. Programs that run at the same
+time share their files until all have ended. Standard library only.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def judged(program: list[Line], number: int, *arguments: int, architecture: int 
                 held = known[constant] if constant in known else [*arguments, *[0] * 6][(constant - 16) // 8]
                 place += 1
             case 0x06:
-                assert constant == ALLOWED or constant >> 16 == 5 or constant == NOTIFIED
+                assert constant in (ALLOWED, NOTIFIED) or constant >> 16 == 5
                 return {ALLOWED: 0, NOTIFIED: -1}.get(constant, constant & 0xFFFF)
             case _:
                 is_true = {0x15: held == constant, 0x35: held >= constant, 0x45: held & constant != 0}[code]
