@@ -239,11 +239,11 @@ def attack_second(
         level: see ``RewardWorkers``.
     """
     function = parse_function(f"two.py:{way}", target.folder)
-    settings = {"timeout_s": 600, "memory_bytes": 1 << 30, "sandbox": level is not Level.NONE}
+    settings = {"timeout_s": 12, "memory_bytes": 1 << 30, "sandbox": level is not Level.NONE}
     with RewardWorkers(function, RewardConfig.model_validate(settings), level=level) as workers:
         if level is not Level.NONE and workers.load() and workers.level is not level:
             raise RewardError(f"{level} is not given by this machine", why=f"it gives {workers.level}")
-        scores = workers.score(["p"] * len(attacks), [each["code"] for each in attacks], {})
+        scores = [workers.score(["p"], [each["code"]], {})[0] for each in attacks]
     return [each["name"] for each, score in zip(attacks, scores, strict=True) if score.value]
 
 
