@@ -292,8 +292,8 @@ def pairs_table(every: int) -> Iterator[str]:
         missed = unnoticed(Path(folder), TEXTS)
     yield from ("", *won, "", "## Ways to run text", "")
     yield (
-        f'With `reward.sandbox = "auto"`, {len(TEXTS) - len(missed)} of {len(TEXTS)} rewards that run text, each '
-        "in a way of its own, are in the sandbox or refused."
+        f'With `reward.sandbox = "auto"`, {len(TEXTS) - len(missed)} of {len(TEXTS)} rewards that run '
+        "text, each in a way of its own, are in the sandbox or refused."
     )
     yield from ([f"Without a sandbox: {'; '.join(missed)}."] if missed else [])
 

@@ -3,7 +3,7 @@
     function ─ writes files ─ starts A ─> the files are remembered
              ─ A ends ─ the function writes ─ starts B ─┬─> undone: what A did
                                                         └─> kept: what the function wrote since,
-                  files that the command of B names, everything if A is a compiler, and what ``keep_files`` names
+                            files that the command of B names, what a compiler made, ``keep_files``
 
     consumes      audit events of the function's process: starts of programs, its own changes of files
     waits for     nothing
