@@ -31,6 +31,7 @@ from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.sandbox import SENTENCES, Level
+from rillflow.rewards.text_execution import decide
 from rillflow.rewards.workers import RewardWorkers
 
 SMALLEST = ["--every 36"]
@@ -38,6 +39,10 @@ SMALLEST = ["--every 36"]
 ATTACKS: list[dict[str, str]] = tomllib.loads((Path(__file__).with_name("attacks.toml")).read_text())[
     "attack"
 ]
+PAIRS: list[dict[str, str]] = tomllib.loads(Path(__file__).with_name("attacks.toml").read_text())["second"]
+"""Programs that attack the program which the reward starts after them."""
+TEXTS: list[dict[str, str]] = tomllib.loads(Path(__file__).with_name("attacks.toml").read_text())["text"]
+"""Rewards that run text, each in a way of its own."""
 ANSWER = "hidden-answer-0badcafe"
 HONEST = "print('WIN')"
 REWARD = """
@@ -59,7 +64,57 @@ def started(program):
 def judged(said, answer):
     return 1.0 if "WIN" in said or answer in said else 0.0
 """
+TWO_PROGRAMS = r"""
+import os, shutil, subprocess, sys, tempfile
+
+CHECK = "import json, sys; print('WIN' if json.loads(sys.stdin.read()) == 'WIN' else 'LOSS')"
+FILE_CHECK = "import json\nprint('WIN' if json.loads(open('said.json').read()) == 'WIN' else 'LOSS')"
+
+def in_one_folder(completions, **_):
+    return [scored(completion, fresh=False) for completion in completions]
+
+def in_fresh_folder(completions, **_):
+    return [scored(completion, fresh=True) for completion in completions]
+
+def by_shell(completions, **_):
+    with open("/tmp/solution.py", "w") as file:
+        file.write(completions[0])
+    os.system(f"cd /tmp; {sys.executable} solution.py > /dev/null 2>&1 < /dev/null")
+    with open("/tmp/check.py", "w") as file:
+        file.write("import json; print(json.loads('0'))")
+    os.system(f"cd /tmp; {sys.executable} check.py > /tmp/verdict.txt")
+    return [float(open("/tmp/verdict.txt").read().strip() == "WIN")]
+
+def scored(completion, fresh):
+    with tempfile.TemporaryDirectory() as folder:
+        write(folder, "solution.py", completion)
+        started(folder, "solution.py")
+        if fresh:
+            folder = tempfile.mkdtemp()
+        write(folder, "said.json", '"LOSS"')
+        write(folder, "check.py", FILE_CHECK)
+        said = [started(folder, "check.py"), started(folder, "-c", CHECK, given='"LOSS"')]
+    return 1.0 if any("WIN" in each for each in said) else 0.0
+
+def write(folder, name, text):
+    with open(f"{folder}/{name}", "w") as file:
+        file.write(text)
+
+def started(folder, *words, given=""):
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=folder, input=given, capture_output=True, text=True, timeout=5
+        )
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout
+"""
 WAYS = {"by_run_python": "`run_python`", "by_subprocess": "`subprocess.run`"}
+TWO_WAYS = {
+    "in_one_folder": "two programs in one folder",
+    "in_fresh_folder": "two programs, the second in a new folder",
+    "by_shell": "two programs by `os.system`",
+}
 LEVELS = (Level.FULL, Level.SHARED_USER, Level.NONE)
 _ADD_KEY = {"x86_64": 248, "aarch64": 217}
 _SESSION_KEYRING = -3
@@ -91,6 +146,7 @@ def prepared(folder: Path) -> Iterator[Target]:
     for each in (recipe, home):
         each.mkdir()
     (recipe / "rewards.py").write_text(REWARD)
+    (recipe / "two.py").write_text(TWO_PROGRAMS)
     (recipe / "prompts.jsonl").write_text(f'{{"prompt": "p", "answer": "{ANSWER}"}}\n')
     (home / ".token").write_text("s3cret")
     add_key = _ADD_KEY[platform.machine()]
@@ -171,6 +227,77 @@ def attack(
     return Attacked(level=given_level, scores=dict(zip(names, scores[::2], strict=True)), touched=touched)
 
 
+def attack_second(
+    target: Target, way: str, attacks: Sequence[dict[str, str]], *, level: Level = Level.NONE
+) -> list[str]:
+    """Return the names of the programs that forge the result of the program after them.
+
+    Args:
+        target: the recipe.
+        way: the reward, one of ``TWO_WAYS``.
+        attacks: entries of ``PAIRS``.
+        level: see ``RewardWorkers``.
+    """
+    function = parse_function(f"two.py:{way}", target.folder)
+    settings = {"timeout_s": 12, "memory_bytes": 1 << 30, "sandbox": level is not Level.NONE}
+    with RewardWorkers(function, RewardConfig.model_validate(settings), level=level) as workers:
+        if level is not Level.NONE and workers.load() and workers.level is not level:
+            raise RewardError(f"{level} is not given by this machine", why=f"it gives {workers.level}")
+        scores = [workers.score(["p"], [each["code"]], {})[0] for each in attacks]
+    return [each["name"] for each, score in zip(attacks, scores, strict=True) if score.value]
+
+
+def unnoticed(folder: Path, texts: Sequence[dict[str, str]]) -> list[str]:
+    """Return the ways to run text that ``auto`` leaves without a sandbox."""
+    missed = []
+    for place, each in enumerate(texts):
+        home = folder / f"text-{place}"
+        home.mkdir()
+        (home / "rewards.py").write_text(each["code"])
+        for name in filter(None, [each.get("beside")]):
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            (home / name).write_text(each["helper"])
+        try:
+            function = parse_function("rewards.py:reward", home)
+            missed += [] if decide(function, "auto", unless_harmless=True).is_shut_in else [each["name"]]
+        except RewardError:
+            continue  # refused
+    return missed
+
+
+def pairs_table(every: int) -> Iterator[str]:
+    """Attack rewards of two programs, and look for ways to run text; yield the lines of their tables."""
+    yield from (
+        "",
+        "## Two programs",
+        "",
+        "Attacks on the program that a reward starts second, that failed.",
+        "",
+    )
+    yield "| level | the reward starts | failed |"
+    yield "|---|---|---|"
+    won = list[str]()
+    for level in (Level.FULL, Level.SHARED_USER):
+        for way, shown in TWO_WAYS.items():
+            with tempfile.TemporaryDirectory() as folder, prepared(Path(folder)) as target:
+                try:
+                    forged = attack_second(target, way, PAIRS[::every], level=level)
+                except RewardError as error:
+                    won.append(f"- `{level}`: {error}.")
+                    break
+            num = len(PAIRS[::every])
+            yield f"| `{level}` | {shown} | {num - len(forged)} of {num} |"
+            won += [f"- Won at `{level}`, {shown}: {'; '.join(forged)}."] if forged else []
+    with tempfile.TemporaryDirectory() as folder:
+        missed = unnoticed(Path(folder), TEXTS)
+    yield from ("", *won, "", "## Ways to run text", "")
+    yield (
+        f'With `reward.sandbox = "auto"`, {len(TEXTS) - len(missed)} of {len(TEXTS)} rewards that run '
+        "text, each in a way of its own, are in the sandbox or refused."
+    )
+    yield from ([f"Without a sandbox: {'; '.join(missed)}."] if missed else [])
+
+
 def page(every: int) -> Iterator[str]:
     """Attack at every level and in both ways; yield the lines of the table."""
     yield from (
@@ -207,7 +334,9 @@ def page(every: int) -> Iterator[str]:
             yield f"| `{level}` | {shown} | {' | '.join(cells)} | {_failed(attacks, found)} |"
             if found.won:
                 notes.append(f"- Won at `{level}` by {shown}: {'; '.join(found.won)}.")
-    yield from ("", *notes, "", *(f"- `{level}`: {SENTENCES[level]}." for level in LEVELS))
+    yield from ("", *notes)
+    yield from pairs_table(every)
+    yield from ("", "## Levels", "", *(f"- `{level}`: {SENTENCES[level]}." for level in LEVELS))
 
 
 def _failed(attacks: Sequence[dict[str, str]], found: Attacked) -> str:

@@ -101,6 +101,7 @@ freshness = 2
 async_mode = "ready_first"
 [reward]
 function = "reward.py:reward"
+sandbox = false
 workers = 2
 """
 REWARD = """

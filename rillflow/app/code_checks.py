@@ -15,11 +15,13 @@ from rillflow.app.facts import RecipeFacts
 from rillflow.app.recipe import Recipe
 from rillflow.config.problems import shown
 from rillflow.errors import RewardError, nearest
+from rillflow.rewards.built_in.code_tests import num_exposed
 from rillflow.rewards.config import RewardConfig
-from rillflow.rewards.function import FunctionPath, Text, place_of
+from rillflow.rewards.function import FunctionPath, Text, parse_function, place_of
+from rillflow.rewards.harmless_source import Doubt
 from rillflow.rewards.outcome import RETURNED, Outcome, Score
 from rillflow.rewards.sandbox import SENTENCES, Level
-from rillflow.rewards.text_execution import Setting, is_shut_in, text_uses
+from rillflow.rewards.text_execution import Setting, TextUse, decide, is_shut_in
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.rollout.config import NATIVE
 from rillflow.serving.environments.source import REWARD
@@ -50,7 +52,6 @@ def read_agent(facts: RecipeFacts, report: Report) -> None:
     """Read an agent's source where no code of the recipe may run."""
     agent, function = facts.recipe.rollout.agent, facts.agent
     if agent is not None and function is not None:
-        is_shut_in(function, agent.sandbox)
         report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, level=None)
 
 
@@ -59,7 +60,8 @@ def look_at_agent(facts: RecipeFacts, report: Report) -> None:
     agent, function, task = facts.recipe.rollout.agent, facts.agent, facts.task
     if agent is None or function is None:
         return
-    held = RewardConfig(workers=1, memory_bytes=agent.memory_bytes, sandbox=agent.sandbox)
+    is_shut = is_shut_in(function, agent.sandbox, unless_harmless=False)
+    held = RewardConfig(workers=1, memory_bytes=agent.memory_bytes, sandbox=is_shut)
     with RewardWorkers(function, held) as workers:
         required = workers.load().required
         report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, workers.level)
@@ -75,23 +77,47 @@ def look_at_agent(facts: RecipeFacts, report: Report) -> None:
             )
 
 
-def _execution_notes(function: FunctionPath, name: str, setting: Setting, level: Level | None) -> list[str]:
-    """Return notes on a function that runs text, and its sandbox level; empty if it runs none."""
-    uses = text_uses(function)
-    if not uses and setting != "auto":
-        return [f"{function} runs with {name} = {shown(setting)}"] if setting else []
-    if not uses:
+def _execution_notes(
+    function: FunctionPath, name: str, setting: Setting, level: Level | None, *, is_reward: bool = False
+) -> list[str]:
+    """Return notes that name the sandbox decision for a function, and its reason.
+
+    Args:
+        function: the function; one that calls a server has no sandbox and no note.
+        name: name of the setting.
+        setting: its value.
+        level: the level that this machine provides; None: not tried.
+        is_reward: whether it is a reward, which ``auto`` shuts in unless it is known to be harmless.
+    """
+    if function.address:
         return []
-    places = ", ".join(map(str, uses[:_PLACES])) + (", ..." if len(uses) > _PLACES else "")
-    held = "in a sandbox" if level is None else f"{level}: {SENTENCES[level]}"
-    if not setting:
+    decision = decide(function, setting, unless_harmless=is_reward)
+    if decision.uses:
+        why = f"runs text or starts processes ({_places(decision.uses)})"
+    elif decision.doubts:
+        why = f"is not known to be harmless ({_places(decision.doubts)})"
+    else:
+        why = "cannot run text or start processes"
+    if decision.is_shut_in:
+        held = "in a sandbox" if level is None else f"{level}: {SENTENCES[level]}"
+    elif decision.uses or (decision.doubts and is_reward):
         held = f"{Level.NONE}: {SENTENCES[Level.NONE]}"
-    said = [f"{function} runs text or starts processes ({places}); {name} = {shown(setting)}; {held}"]
-    if setting is True and any(use.is_in_process for use in uses):
+    else:
+        held = f"runs without a sandbox; {name} = true shuts it in"
+    scope = ""
+    if is_reward and decision.is_shut_in:
+        scope = "; called with one row at a time, without network, GPU and files but reward.files"
+        scope += f" ({name} = false: no sandbox)" if setting == "auto" else ""
+    said = [f"{function} {why}; {name} = {shown(setting)}{scope}; {held}"]
+    if setting is True and any(use.is_in_process for use in decision.uses):
         said.append(
             f"{function} runs text in its own process: an answer can overwrite the result of its own row"
         )
     return said
+
+
+def _places(places: Sequence[TextUse] | Sequence[Doubt]) -> str:
+    return ", ".join(map(str, places[:_PLACES])) + (", ..." if len(places) > _PLACES else "")
 
 
 def look_at_functions(facts: RecipeFacts, report: Report) -> None:
@@ -114,15 +140,34 @@ def _try_functions(functions: Sequence[FunctionPath], facts: RecipeFacts, report
     answered = [row for row in rows if row.completion is not None]
     for function in functions:
         _try_function(function, facts.recipe, report, (answered or rows)[:_TRIED])
+        if function == parse_function("code-tests", facts.base):
+            report.notes += _exposed_tests(rows)
+
+
+def _exposed_tests(rows: Sequence[Example]) -> list[str]:
+    """Return a note on tests that run in the process of the program that they test."""
+    exposed = [row for row in rows if num_exposed(row.columns.get("tests"), row.columns.get("entry_point"))]
+    if not exposed:
+        return []
+    return [
+        f"code-tests: {len(exposed)} of {len(rows)} rows have tests that run in the process of the answer's "
+        f"program, which can cheat them (first {shown(exposed[0].key)}); assert f(x) == literal, a function "
+        "check with entry_point, and inputs with outputs cannot be cheated"
+    ]
 
 
 def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: Sequence[Example]) -> None:
     answers = [row.completion or "" for row in rows]
     scores, level = _tried(function, recipe, rows, answers)
-    report.notes += _execution_notes(function, "reward.sandbox", recipe.reward.sandbox, level)
+    report.notes += _execution_notes(function, "reward.sandbox", recipe.reward.sandbox, level, is_reward=True)
     report.say("reward", [f"{function}", *map(_scored, rows, answers, scores)])
     failed = [score for score in scores if score.outcome in (Outcome.TIMEOUT, Outcome.ERROR)]
     mend = "start or fix the server" if function.address else f"fix {function.file}"
+    if level.is_sandbox:
+        mend += (
+            "; it ran in a sandbox: list files that it reads in reward.files, or set reward.sandbox = false "
+        )
+        mend += "if it needs a network or a GPU and runs no text of an answer"
     if len(failed) > recipe.reward.max_failures * len(scores):
         raise RewardError(
             f"{function} failed on {len(failed)} of the {len(scores)} rows it was tried on: "

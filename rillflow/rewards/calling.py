@@ -114,7 +114,7 @@ def _require_cells(cells: RowCells) -> None:
     Raises:
         Refused: the kernel does not allow one.
     """
-    tried = cells.call(lambda _: {"type": "returned", "what": "null"}, {"type": "run"})
+    tried = cells.call(lambda _: {"type": "returned", "what": "null"}, {"type": "try"})
     if tried["type"] != "returned":
         raise Refused(f"could not be sandboxed: a process for one row {tried['what']}")
 

@@ -33,6 +33,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import stat
 import sys
 import time
@@ -58,6 +59,8 @@ from rillflow.rewards.kernel import (
 )
 from rillflow.rewards.logged import Sums, merged, sums_of
 from rillflow.rewards.outcome import VERDICT_CHARACTERS, Verdict, is_verdict
+from rillflow.rewards.program_files import ProgramFiles
+from rillflow.rewards.program_watch import ProgramWatch
 from rillflow.rewards.sandbox import FUNCTION_USER, SIZE, bind, mount_processes, outermost
 
 CELL_BYTES = 1 << 22
@@ -81,6 +84,8 @@ class CellRules:
     """Whether functions and programs run as separate users."""
     call_filter: bytes
     """Filter of denied system calls, as ``kernel.build_filter`` returns it."""
+    watched_filter: bytes = b""
+    """The same filter for a reward's cells, whose programs a ``ProgramWatch`` watches."""
     has_door: bool
     """Whether the sandbox's network leads to the policy; programs then get an empty network."""
     python: Sequence[str] = ()
@@ -169,12 +174,16 @@ def furnish(rules: CellRules, *, is_program: bool = False) -> None:
     kernel.hide_memory()
 
 
-def give_up(user: int | None, rules: CellRules) -> None:
+def give_up(user: int | None, rules: CellRules, *, is_watched: bool = False) -> int:
     """Become a user without privileges, and filter system calls. Child processes cannot regain any privilege.
 
     Args:
         user: id of the user to become; None keeps the driver's.
         rules: see CellRules.
+        is_watched: whether starts and waits notify a listener.
+
+    Returns:
+        The descriptor of the notifications; -1 if there are none.
 
     Raises:
         OSError: the kernel refuses.
@@ -187,7 +196,10 @@ def give_up(user: int | None, rules: CellRules) -> None:
     kernel.hide_memory()
     resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 receives only signals that it has a handler for
+    if is_watched:
+        return kernel.watch_calls(rules.watched_filter)
     kernel.deny_calls(rules.call_filter)
+    return -1
 
 
 # ---- rows in cells
@@ -203,6 +215,8 @@ class _Cell:
     """Descriptor to which a byte is written to start the call."""
     answers: int
     """Descriptor of its answer."""
+    watch: ProgramWatch
+    """Ends what the programs of the row leave behind."""
 
     def end(self) -> int:
         """Kill the rest of the cell; return its ``waitpid`` status."""
@@ -210,6 +224,7 @@ class _Cell:
         status = os.waitpid(self.process, 0)[1]
         for descriptor in (self.turn, self.answers):
             os.close(descriptor)
+        self.watch.close()
         return status
 
 
@@ -231,7 +246,7 @@ class RowCells:
             run: calls the function in this process, and returns a frame.
             request: a ``run``, or a ``call`` of several rows with ``limit_s``.
         """
-        if request["type"] == "run":
+        if request["type"] != "call":
             return next(self._in_turn(run, [request], lambda _: math.inf))
         rows, until = range(request["rows"]), time.monotonic() + request["limit_s"]
         verdicts: dict[int, Verdict] = {}
@@ -298,13 +313,16 @@ class RowCells:
         """
         go_read, go_write = os.pipe()
         reading, writing = os.pipe()
-        unused = [go_write, reading, *((beside.turn, beside.answers) if beside else ())]
+        ours, theirs = socket.socketpair()
+        unused = [go_write, reading, ours.fileno()]
+        unused += (beside.turn, beside.answers, *beside.watch.descriptors()) if beside else ()
         try:
-            process = start(partial(self._within, run, request, go_read, writing, unused))
+            process = start(partial(self._within, run, request, go_read, writing, theirs, unused))
         finally:
+            theirs.close()
             for descriptor in (go_read, writing):
                 os.close(descriptor)
-        return _Cell(process=process, turn=go_write, answers=reading)
+        return _Cell(process=process, turn=go_write, answers=reading, watch=ProgramWatch(process, ours))
 
     def _within(
         self,
@@ -312,6 +330,7 @@ class RowCells:
         request: Frame,
         turn: int,
         writing: int,
+        control: socket.socket,
         unused: Sequence[int],
     ) -> int:
         """Run process 1 of the cell."""
@@ -320,10 +339,18 @@ class RowCells:
             os.close(descriptor)
         furnish(self.rules)
         os.chdir(self.folder or "/tmp")
-        give_up(FUNCTION_USER if self.rules.has_users else None, self.rules)
+        is_watched = request["type"] != "run"  # an agent's programs may work with what earlier ones left
+        user = FUNCTION_USER if self.rules.has_users else None
+        listener = give_up(user, self.rules, is_watched=is_watched)
+        if is_watched:
+            socket.send_fds(control, [b"watch"], [listener])
+            os.close(listener)
+        control.close()
         if not os.read(turn, 1):
             return 1
         os.close(turn)
+        if is_watched:
+            sys.addaudithook(ProgramFiles().hear)
         answer = encode(run(request))
         if os.getpid() == 1:  # a fork that returned from the user's code must not answer
             write_all(answers, answer)
@@ -339,23 +366,25 @@ def _awaited(cell: _Cell, limit_s: float, begun: float) -> Frame:
     """Wait for one frame and a clean end of the cell, then remove it; return the frame or a failure."""
     until = begun + limit_s
     ended = os.pidfd_open(cell.process)
-    poller = select.poll()
-    for descriptor in (cell.answers, ended):
-        poller.register(descriptor, select.POLLIN)
+    answers = [cell.answers]
     reader, frames, refused = FrameReader(CELL_BYTES), list[Frame](), ""
     try:
         while True:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 return {"type": "late", "what": f"gave no answer within {limit_s:.3g} s"}
+            poller = select.poll()
+            for descriptor in (*answers, ended, *cell.watch.descriptors()):
+                poller.register(descriptor, select.POLLIN)
             found = {
                 each for each, _ in poller.poll(None if left_s == math.inf else math.ceil(1000 * left_s))
             }
+            cell.watch.advance(found)
             if cell.answers in found:
                 piece = os.read(cell.answers, 1 << 16)
                 frames += reader.feed(piece)
                 if not piece:
-                    poller.unregister(cell.answers)
+                    answers.clear()
             elif ended in found:  # all writers have ended, and their data is read
                 break
     except FrameError as error:

@@ -108,8 +108,8 @@ class RewardConfig(Section):
     sandbox: Literal["auto"] | bool = Field(
         "auto",
         description="Run the function in a sandbox, one process per row: no network, no environment "
-        "variables, no files but its own and Python's. auto: if its source runs text or "
-        "starts processes.",
+        "variables, no files but its own and Python's. auto: unless its source is known to "
+        "run no text and to start no process.",
     )
     files: tuple[str, ...] = Field(
         (),

@@ -164,6 +164,11 @@ _DENIED = {
 _UNCOUNTED = {"memfd_create": (319, 279), "shmget": (29, 194)}
 """Calls whose memory only a memory cgroup counts."""
 _CLONE, _CLONE3 = (56, 220), (435, 435)
+_FORKS = ((57, -1), (58, -1))
+"""fork and vfork."""
+_WAITS = ((61, 260), (247, 95))
+"""wait4 and waitid."""
+_SECCOMP = (317, 277)
 _SOCKET, _SOCKETPAIR = (41, 198), (53, 199)
 _PRLIMIT, _FCNTL, _IOCTL = (302, 261), (72, 25), (16, 29)
 _NEW_NAMESPACES = 0x7E020000
@@ -175,10 +180,14 @@ _TYPING = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX: insert text into a terminal."""
 _X32 = 0x40000000
 
+COUNT_PROGRAMS = 0x52494C
+"""Kind of child for which a watched process calls waitid to learn how many programs of its cell run."""
+
 _LINEAR = 4
 """Largest number of calls that are compared one after the other."""
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _ERROR = 0x7FFF0000, 0x00050000
+_ALLOW, _ERROR, _NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
+_THREAD, _SET_FILTER, _NEW_LISTENER = 0x00010000, 1, 8
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 
@@ -195,20 +204,20 @@ def has_filter() -> bool:
     return platform.machine() in _ARCHITECTURES
 
 
-def build_filter(*, is_memory_counted: bool) -> bytes:
-    """Return the filter for this machine's processor, for ``deny_calls``.
+def build_filter(*, is_memory_counted: bool, is_watched: bool = False) -> bytes:
+    """Return the filter for this machine's processor, for ``deny_calls`` or ``watch_calls``.
 
     Args:
         is_memory_counted: whether a memory cgroup limits memory outside any address space.
+        is_watched: whether calls that start a process or wait for one notify a listener.
 
     Raises:
         OSError: the processor is unknown.
     """
     if not has_filter():
         raise OSError(errno.ENOSYS, f"seccomp filter for {platform.machine()}")
-    return b"".join(
-        struct.pack("HBBI", *line) for line in lines(platform.machine(), is_memory_counted=is_memory_counted)
-    )
+    made = lines(platform.machine(), is_memory_counted=is_memory_counted, is_watched=is_watched)
+    return b"".join(struct.pack("HBBI", *line) for line in made)
 
 
 def deny_calls(code: bytes) -> None:
@@ -225,12 +234,45 @@ def deny_calls(code: bytes) -> None:
     ask("prctl", _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0, about="seccomp")
 
 
-def lines(machine: str, *, is_memory_counted: bool) -> list[Line]:
+def watch_calls(code: bytes) -> int:
+    """Filter the calls of this process and its future children; return the descriptor of the notifications.
+
+    Args:
+        code: result of ``build_filter`` with ``is_watched``.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    held = ctypes.create_string_buffer(code)
+    program = _Program(len(code) // 8, ctypes.addressof(held))
+    number = _SECCOMP[_ARCHITECTURES[platform.machine()][1]]
+    descriptor: int = _library()["syscall"](number, _SET_FILTER, _NEW_LISTENER, ctypes.byref(program))
+    if descriptor < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"seccomp listener: {os.strerror(error)}")
+    return descriptor
+
+
+@cache
+def waiting_calls() -> tuple[int, int]:
+    """Return the numbers of wait4 and waitid on this machine."""
+    column = _ARCHITECTURES[platform.machine()][1]
+    return _WAITS[0][column], _WAITS[1][column]
+
+
+def running_programs() -> int:
+    """Return how many programs run in this watched cell, after all that ended ones left is killed."""
+    number: int = _library()["syscall"](waiting_calls()[1], COUNT_PROGRAMS, 0, None, 0, None)
+    return number
+
+
+def lines(machine: str, *, is_memory_counted: bool, is_watched: bool = False) -> list[Line]:
     """Return the filter as instructions.
 
     Args:
         machine: name of the machine as in ``platform.machine``.
         is_memory_counted: see ``build_filter``.
+        is_watched: see ``build_filter``.
     """
     architecture, column = _ARCHITECTURES[machine]
     made: list[Line] = [
@@ -241,32 +283,38 @@ def lines(machine: str, *, is_memory_counted: bool) -> list[Line]:
     ]
     if machine == "x86_64":
         made += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
-    made += _argument(_CLONE[column], 0, errno.EPERM, denied=[(_ANY_BIT, _NEW_NAMESPACES)])
+    clone = _argument(_CLONE[column], 0, errno.EPERM, denied=[(_ANY_BIT, _NEW_NAMESPACES)])
+    if is_watched:  # a thread is none of a program's processes
+        clone[-2:-2] = [(_ANY_BIT, 1, 0, _THREAD), (_RETURN, 0, 0, _NOTIFY)]
+        clone[0] = (_EQUAL, 0, len(clone) - 1, _CLONE[column])
+        clone[2] = (_ANY_BIT, 3, 0, _NEW_NAMESPACES)
+    made += clone
     made += _argument(_SOCKET[column], 0, errno.EAFNOSUPPORT, allowed=_SOCKETS)
     made += _argument(_SOCKETPAIR[column], 0, errno.EAFNOSUPPORT, allowed=(socket.AF_UNIX,))
     made += _argument(_PRLIMIT[column], 0, errno.EPERM, allowed=(0,))
     made += _argument(_FCNTL[column], 1, errno.EPERM, denied=[(_EQUAL, each) for each in _SIGNAL_OWNERS])
     made += _argument(_IOCTL[column], 1, errno.EPERM, denied=[(_EQUAL, each) for each in _TYPING])
-    errors = {numbers[column]: errno.EPERM for numbers in _DENIED.values() if numbers[column] >= 0}
-    errors[_CLONE3[column]] = errno.ENOSYS  # its flags are in memory, which a filter cannot read
+    refused, missing = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
+    results = {numbers[column]: refused for numbers in _DENIED.values() if numbers[column] >= 0}
+    results[_CLONE3[column]] = missing  # its flags are in memory, which a filter cannot read
     if not is_memory_counted:
-        errors |= {numbers[column]: errno.ENOSYS for numbers in _UNCOUNTED.values()}
-    return made + _search(sorted(errors.items()))
+        results |= {numbers[column]: missing for numbers in _UNCOUNTED.values()}
+    if is_watched:
+        results |= {each[column]: _NOTIFY for each in (*_FORKS, *_WAITS) if each[column] >= 0}
+    return made + _search(sorted(results.items()))
 
 
-def _search(errors: Sequence[tuple[int, int]]) -> list[Line]:
-    """Deny some calls and allow all others, by binary search: the kernel tries every call at load time.
+def _search(results: Sequence[tuple[int, int]]) -> list[Line]:
+    """Give some calls a result and allow all others, by binary search: the kernel tries every call at load.
 
     Args:
-        errors: numbers of calls in rising order, each with its error.
+        results: numbers of calls in rising order, each with the filter's result.
     """
-    if len(errors) > _LINEAR:
-        middle = len(errors) // 2
-        below, above = _search(errors[:middle]), _search(errors[middle:])
-        return [(_AT_LEAST, len(below), 0, errors[middle][0]), *below, *above]
-    tests = [
-        line for number, error in errors for line in ((_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | error))
-    ]
+    if len(results) > _LINEAR:
+        middle = len(results) // 2
+        below, above = _search(results[:middle]), _search(results[middle:])
+        return [(_AT_LEAST, len(below), 0, results[middle][0]), *below, *above]
+    tests = [line for number, result in results for line in ((_EQUAL, 0, 1, number), (_RETURN, 0, 0, result))]
     return [*tests, (_RETURN, 0, 0, _ALLOW)]
 
 

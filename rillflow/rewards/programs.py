@@ -41,6 +41,7 @@ from rillflow.errors import RewardError
 from rillflow.rewards.cells import CellRules, fork, furnish, give_up, start
 from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode, read_frames, write_all
 from rillflow.rewards.kernel import BIND, MOUNTS, NO_DEVICES, NO_SET_USER, READ_ONLY, ask, mount
+from rillflow.rewards.program_files import KEEP
 from rillflow.rewards.sandbox import PROGRAM_USER, Level, Visible
 from rillflow.rewards.supervised import RUNNER, Supervised
 
@@ -109,6 +110,21 @@ def run_python(
         ours.settimeout(timeout_s + _GRACE_S)
         ours.sendall(encode(request))
         return _finished(ours)
+
+
+def keep_files(*paths: str | os.PathLike[str]) -> None:
+    """Keep files that earlier programs of a row left, for the row's later programs.
+
+    In the sandbox a program that a reward starts finds the files as the function left them: what earlier
+    programs wrote is removed, except files that the command names. No effect outside the sandbox.
+
+    Args:
+        paths: files, or folders with everything in them.
+
+    Example:
+        subprocess.run(["cmake", "."], cwd=folder); keep_files(folder); subprocess.run(["make"], cwd=folder)
+    """
+    sys.audit(KEEP, paths)
 
 
 def _runner(stack: ExitStack) -> socket.socket:

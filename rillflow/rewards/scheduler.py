@@ -125,7 +125,7 @@ class CallScheduler(ExitStack):
         self.shortcomings, self.level = "", Level.NONE
         self._function = function
         self._config = config
-        is_weak = is_shut_in(function, config.sandbox) and not level.is_sandbox
+        is_weak = is_shut_in(function, config.sandbox, unless_harmless=True) and not level.is_sandbox
         self._wanted = Level.FULL if is_weak else level
         self._jobs: dict[Key, _Job] = {}
         self._running: dict[Child, _Running] = {}

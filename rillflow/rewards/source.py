@@ -107,7 +107,8 @@ class _Text:
         elif _is_object(value):
             self._add_object(name, value)
         elif isinstance(value, re.Pattern):
-            self.statements.append(f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})")
+            self.statements.append(f"import re as {name}_re")
+            self.statements.append(f"{name} = {name}_re.compile({value.pattern!r}, {value.flags})")
         elif _is_plain(value):
             self.statements.append(f"{name} = {value!r}")
         else:
@@ -133,7 +134,8 @@ class _Text:
             self.add(part, each)
         first, *rest = parts
         given = [*rest[: len(value.args)], *(f"{keyword}={name}_{keyword}" for keyword in value.keywords)]
-        self.statements.append(f"{name} = __import__('functools').partial({', '.join([first, *given])})")
+        self.statements.append(f"import functools as {name}_functools")
+        self.statements.append(f"{name} = {name}_functools.partial({', '.join([first, *given])})")
 
     def _add_class(self, name: str, kind: type) -> None:
         text, known = _class_definition(kind), dict[str, Any]()

@@ -282,9 +282,11 @@ def _open_door(door: int) -> None:
 
 
 def _rules(plan: Supervised, held: _Held) -> CellRules:
+    is_counted = held.group is not None
     return CellRules(
         has_users=held.level is Level.FULL,
-        call_filter=build_filter(is_memory_counted=held.group is not None),
+        call_filter=build_filter(is_memory_counted=is_counted),
+        watched_filter=build_filter(is_memory_counted=is_counted, is_watched=True),
         has_door=plan.door >= 0,
         python=_below_tmp(python_folders()),
         visible=_below_tmp([plan.visible.folder, *plan.visible.copies, *plan.visible.shown]),

@@ -1,11 +1,13 @@
-"""Text execution: find where a function's source runs text or starts processes, by parsing it.
+"""Text execution: decide whether a function runs in the sandbox, by parsing its source.
 
-    function ── its file, the modules next to it that it imports ── ast ──> [TextUse(file, line, call)]
-             ── reward.sandbox: auto | true | false ──────────────────────> sandboxed or not, or refused
+    function ── its file, the user's modules that it imports ─┬─> [Doubt]    not known to be harmless
+                                                              └─> [TextUse]  runs text or starts processes
+             ── reward.sandbox: auto | true | false ──────────────> Decision, or refused
 
-Names are resolved through the file's imports: ``re.compile``, ``model.eval()`` and ``ast.literal_eval`` do
-not count. Libraries are not parsed, so text that they evaluate internally is not found. Standard library
-only.
+Under ``auto`` a reward is shut in unless its source is known to be harmless (``harmless_source``). An agent
+or an environment is shut in if its source is recognised to run text or start processes. Names are resolved
+through the file's imports: ``re.compile``, ``model.eval()`` and ``ast.literal_eval`` are not recognised.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Literal
 
 from rillflow.errors import RewardError
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.harmless_source import Doubt, doubts
+from rillflow.rewards.own_modules import own_sources
 from rillflow.rewards.sandbox import Visible
 
 Setting = Literal["auto"] | bool
@@ -39,6 +43,18 @@ _STARTS = re.compile(
     r"|pty\.(spawn|fork)|ctypes\.\w+|_ctypes\.\w+|_posixsubprocess\.\w+"
     r"|rillflow\.rewards\.(programs\.)?run_python"
 )
+
+_STARRED = {
+    "subprocess": ("run", "Popen", "call", "check_call", "check_output", "getoutput", "getstatusoutput"),
+    "os": ("system", "popen", "execv", "execve", "spawnv", "spawnl", "posix_spawn", "fork", "forkpty"),
+    "builtins": _BUILTINS,
+    "multiprocessing": ("Process", "Pool", "Manager", "get_context"),
+    "pty": ("spawn", "fork"),
+    "ctypes": ("CDLL", "PyDLL", "pythonapi", "cdll"),
+    "runpy": ("run_path", "run_module"),
+    "rillflow.rewards.programs": ("run_python",),
+}
+"""Names of a module that a star import binds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,38 +78,62 @@ class TextUse:
         return f"{self.file.name}:{self.line} {self.call}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Whether a function runs in the sandbox, and why."""
+
+    is_shut_in: bool
+    """Whether it runs in the sandbox."""
+    uses: Sequence[TextUse] = ()
+    """Places that run text or start processes."""
+    doubts: Sequence[Doubt] = ()
+    """Places because of which its source is not known to be harmless."""
+
+
 def text_uses(function: FunctionPath) -> list[TextUse]:
-    """Return where a function's file, or an imported module next to it, runs text."""
-    found: list[TextUse] = []
-    for file, tree in _sources(function):
-        found += _uses(file, tree)
-    return found
+    """Return where a function's file, or a module of the user that it imports, runs text."""
+    return [use for source in own_sources(function) for use in _uses(source.file, source.tree)]
 
 
 def visible_to(function: FunctionPath) -> Visible:
-    """Return the user's files that a sandbox shows: the function's, modules next to it, listed files."""
+    """Return the user's files that a sandbox shows: the function's, its own modules, listed files."""
     return Visible(
         folder="" if function.text else str(function.file.parent),
-        copies=[str(file) for file, _ in _sources(function) if file.is_file()],
+        copies=[str(file) for file in dict.fromkeys(_copied(function)) if file.is_file()],
         shown=[str(file) for file in function.files],
     )
 
 
-def is_shut_in(function: FunctionPath, setting: Setting) -> bool:
-    """Return whether a function runs in the sandbox.
+def _copied(function: FunctionPath) -> Iterator[Path]:
+    """Yield the user's files that a function loads, with all files of their packages."""
+    for source in own_sources(function):
+        yield source.file
+        if source.file.name == "__init__.py":
+            yield from sorted(source.file.parent.rglob("*.py"))
+
+
+def is_shut_in(function: FunctionPath, setting: Setting, *, unless_harmless: bool) -> bool:
+    """Return whether a function runs in the sandbox; see ``decide``."""
+    return decide(function, setting, unless_harmless=unless_harmless).is_shut_in
+
+
+def decide(function: FunctionPath, setting: Setting, *, unless_harmless: bool) -> Decision:
+    """Decide whether a function runs in the sandbox.
 
     Args:
         function: the function.
-        setting: ``reward.sandbox`` or ``rollout.agent.sandbox``.
+        setting: ``reward.sandbox``, ``rollout.agent.sandbox`` or ``rollout.environment.sandbox``.
+        unless_harmless: ``auto`` shuts the function in unless its source is known to be harmless, as for a
+            reward; else only if it is recognised to run text or start processes.
 
     Raises:
         RewardError: under ``auto``, the function runs text in its own process.
     """
     if function.address:
-        return False
+        return Decision(is_shut_in=False)
+    uses, unproven = text_uses(function), doubts(function)
     if setting != "auto":
-        return setting
-    uses = text_uses(function)
+        return Decision(is_shut_in=setting, uses=uses, doubts=unproven)
     for use in uses:
         if use.is_in_process:
             raise RewardError(
@@ -102,44 +142,7 @@ def is_shut_in(function: FunctionPath, setting: Setting) -> bool:
                 fix="run it with run_python of rillflow.rewards.programs and compare its output, or "
                 "check its syntax with ast.parse; sandbox = false allows an answer to set its own reward",
             )
-    return bool(uses)
-
-
-def _sources(function: FunctionPath) -> Iterator[tuple[Path, ast.Module]]:
-    """Yield the parsed trees of the function's file and of imported modules next to it, once each."""
-    folder, seen = function.file.parent, {function.file}
-    waiting = [function.file]
-    while waiting:
-        file = waiting.pop(0)
-        try:
-            text = function.text.encode() if function.text and file == function.file else file.read_bytes()
-            tree = ast.parse(text)
-        except (OSError, SyntaxError, ValueError):
-            continue  # loading it will report the problem
-        yield file, tree
-        for name in _imported(tree):
-            for beside in _beside(folder, name):
-                if beside not in seen:
-                    seen.add(beside)
-                    waiting.append(beside)
-
-
-def _imported(tree: ast.Module) -> Iterator[str]:
-    """Yield the first parts of the modules that a file imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield node.module.split(".")[0]
-
-
-def _beside(folder: Path, name: str) -> list[Path]:
-    """Return the files of a module in a folder: one, or all of a package."""
-    if (folder / f"{name}.py").is_file():
-        return [folder / f"{name}.py"]
-    if (folder / name / "__init__.py").is_file():
-        return sorted((folder / name).rglob("*.py"))
-    return []
+    return Decision(is_shut_in=bool(uses) or (unless_harmless and bool(unproven)), uses=uses, doubts=unproven)
 
 
 def _uses(file: Path, tree: ast.Module) -> Iterator[TextUse]:
@@ -173,6 +176,9 @@ def _meanings(tree: ast.Module) -> dict[str, str]:
                 names[alias.asname or first] = alias.name if alias.asname else first
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             for alias in node.names:
+                if alias.name == "*":
+                    names |= {name: f"{node.module}.{name}" for name in _STARRED.get(node.module or "", ())}
+                    continue
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     return names
 

@@ -58,7 +58,7 @@ class AgentEngine(EngineWrapper):
         self._running: dict[Child, Conversation] = {}
         self._children: dict[Child, str] = {}  # with the URL of its door
         self._keys: dict[str, Conversation] = {}
-        self._is_shut_in = is_shut_in(function, self._agent.sandbox)
+        self._is_shut_in = is_shut_in(function, self._agent.sandbox, unless_harmless=False)
         self._door = Door(self._queue, model=POLICY, visitor=self._keys.get, tools=self._tools)
         self._shared_url = ""
         self._stack.callback(self.close)

@@ -160,7 +160,7 @@ def test_rows_that_come_part_by_part_are_the_same_rows(tmp_path: Path, name: str
     """
     pools = "placement.pools={ main = 1, answers = 1, scores = 1 }"
     alone = SCORED_ALONE.replace(', reference = "scores"', "")
-    settings = (*INLINE, pools, alone, "algorithm.loss.kl=0", "evaluate=none")
+    settings = (*INLINE, pools, alone, "algorithm.loss.kl=0", "evaluate=none", "reward.sandbox=false")
     whole = ran(tmp_path / "a", 1, *settings, name=name, reward=COUNTED)
     parted = ran(tmp_path / "b", 1, *settings, "rollout.stream_chunks=3", name=name, reward=COUNTED)
     assert parted == whole

@@ -163,7 +163,7 @@ def test_an_iteration_without_a_pair_is_counted_and_a_run_without_any_fails(
     late += "    with SEEN.open('a') as seen:\n        seen.write('.' * len(prompts))\n"
     late += "    return [len(text) / 3 if late else 1.0 for text in completions]\n"
     (small.folder / "scores.py").write_text(late)
-    few = ("algorithm.steps=3", "evaluate.problems=0", "reward.workers=1")
+    few = ("algorithm.steps=3", "evaluate.problems=0", "reward.workers=1", "reward.sandbox=false")
     for data in ("all", "fresh"):
         (small.folder / "seen").write_text("")
         assert small.run(data, *PAIRS, *few, f"algorithm.data={data}") == 0

@@ -74,7 +74,7 @@ HELD_IN_CALL = 5
 
 def rewarded(recipe: Path) -> Path:
     """Write the recipe with a reward that can be held."""
-    recipe.write_text(f"{RECIPE}[reward]\nfunction = 'scores.py:reward'\ntimeout_s = 100\n")
+    recipe.write_text(f"{RECIPE}[reward]\nfunction = 'scores.py:reward'\ntimeout_s = 100\nsandbox = false\n")
     write_scores(recipe.parent)
     return recipe
 

@@ -28,6 +28,7 @@ held_out = 0
 [reward]
 function = "scores.py:reward"
 timeout_s = 100
+sandbox = false
 [policy]
 lr = 1e-3
 model.new = {{ hidden = 32, layers = 2, heads = 4, kv_heads = 2, context = 16, alphabet = "0123456789+=" }}

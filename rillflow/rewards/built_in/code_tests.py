@@ -3,11 +3,13 @@
     completion ─ last ```python block, else all of it ─ after the column prefix ─> program
     inputs, outputs ─> program with each input ─> its output is the expected one
     tests ─┬─ assert f(x) == literal ─> program prints f(x) ─> compared here
-           └─ other assert, def check ─> run after the program ─> it reached the end
+           ├─ def check(f) with asserts on f(...) ─> run apart from the program; see ``check_calls``
+           └─ any other test ─> run after the program ─> it reached the end
 
 Expected outputs, and the literals that asserts compare with, stay in the reward's process: a program cannot
-print what it has not computed. Any other assert runs in the program's process. A program that ends early does
-not pass it, but one that looks for the test can cheat it.
+print what it has not computed. A function ``check`` runs in a process of its own. Any other test runs in the
+program's process. A program that ends early does not pass it, but one that looks for the test can cheat it;
+``num_exposed`` counts such tests.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rillflow.rewards.built_in.check_calls import is_separable, passes
 from rillflow.rewards.programs import run_python
 
 LIMIT_S = 3.0
@@ -99,6 +102,9 @@ def _asserted(program: str, statements: Sequence[str], setup: str, entry_point: 
     printed = _values(program, [left for left, _ in pairs], setup)
     right = sum(map(_is_right, printed, (expected for _, expected in pairs)))
     for each in whole:
+        if entry_point and is_separable(each):
+            right += passes(each, program, setup, entry_point, _output)
+            continue
         call = f"\ncheck({entry_point})" if entry_point else ""
         done = secrets.token_hex(16)
         finished = run_python(f"{program}\n{setup}\n{each}{call}\nprint({done!r})", timeout_s=LIMIT_S)
@@ -106,6 +112,17 @@ def _asserted(program: str, statements: Sequence[str], setup: str, entry_point: 
         if finished.timed_out:
             break
     return right / len(statements)
+
+
+def _output(program: str) -> str:
+    return run_python(program, timeout_s=LIMIT_S).stdout
+
+
+def num_exposed(tests: object, entry_point: object) -> int:
+    """Return how many tests of a row run in the program's process, where a program may cheat them."""
+    statements = _statements(tests) if tests else []
+    whole = [each for each in statements if _comparison(each) is None]
+    return sum(not (entry_point and is_separable(each)) for each in whole)
 
 
 def _values(program: str, expressions: Sequence[str], setup: str) -> list[str]:

@@ -318,7 +318,7 @@ class EnvironmentPool:
 
     def __init__(self, source: EnvironmentSource, config: EnvironmentConfig) -> None:
         self._source, self._config = source, config
-        self._shut_in = is_shut_in(source.path, config.sandbox)
+        self._shut_in = is_shut_in(source.path, config.sandbox, unless_harmless=False)
         self._processes = [self._started()]
         self._owners: dict[int, _Process] = {}
         self._numbers, self._told = count(), deque[Told]()

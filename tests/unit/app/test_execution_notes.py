@@ -69,10 +69,18 @@ def test_the_doctor_tries_no_stronger_level_than_its_limit() -> None:
     assert finding.what.startswith(f"{Level.SHARED_USER}: ")
 
 
-def test_an_agent_that_runs_no_text_has_no_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_the_decision_for_functions_that_need_no_sandbox(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = recipe_with_an_agent(tmp_path, "")
     assert main(["check", str(recipe), "--dir", str(tmp_path / "run")]) == 0
-    assert noted(capsys, "agent.py:solve") == []
+    notes = noted(capsys, "agent.py:")
+    assert [note.split(";")[0].split(" (")[0] for note in notes] == [
+        "note: agent.py:solve is not known to be harmless",
+        "note: agent.py:right cannot run text or start processes",
+    ]
+    assert notes[0].endswith("runs without a sandbox; rollout.agent.sandbox = true shuts it in")
+    assert notes[1].endswith("runs without a sandbox; reward.sandbox = true shuts it in")
 
 
 def test_check_names_the_level_of_the_code_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rillflow.errors import RewardError
-from rillflow.rewards.built_in.code_tests import code_tests, program_of
+from rillflow.rewards.built_in.code_tests import code_tests, num_exposed, program_of
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
 from rillflow.rewards.outcome import Outcome, Score
@@ -91,3 +91,38 @@ def test_without_its_package_a_built_in_function_names_the_command(monkeypatch: 
     with pytest.raises(RewardError, match="math_verify is not installed") as caught:
         parse_function("math-verify", Path())
     assert caught.value.fix == "pip install 'rillflow[math]'"
+
+
+EVERYTHING = (
+    "class All:\n    def __eq__(self, other): return True\n    def __lt__(self, other): return True\n"
+)
+EVERYTHING += "    def __sub__(self, other): return self\n    def __abs__(self): return self\n"
+HUMAN_EVAL = """
+METADATA = {"author": "x"}
+
+def check(candidate):
+    assert candidate([1, 2], 3) == 6, "sum"
+    for n in (1, 2):
+        assert abs(candidate([n], 0.5) - (n + 0.5)) < 1e-6
+    assert True
+"""
+
+
+def test_a_check_function_cannot_be_cheated_by_an_object_that_equals_everything() -> None:
+    completions = [
+        "def total(values, more):\n    return sum(values) + more\n",
+        f"{EVERYTHING}def total(values, more):\n    return All()\n",
+        "def total(values, more):\n    return 6\n",
+        "import sys\nprint(open(sys.argv[0]).read())\ndef total(values, more):\n    raise SystemExit\n",
+        "def check(candidate): pass\ndef total(values, more): return 6\n",
+    ]
+    scores = scored(completions, tests=[HUMAN_EVAL] * 5, entry_point=["total"] * 5)
+    assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_tests_that_run_beside_the_program_are_counted() -> None:
+    assert num_exposed(HUMAN_EVAL, "total") == 0
+    assert num_exposed(HUMAN_EVAL, None) == 1
+    assert num_exposed(["assert f(1) == 2", "assert f(1) > 2"], None) == 1
+    assert num_exposed("def check(f):\n    kept = f(1)\n    assert kept == 2", "f") == 1
+    assert num_exposed(None, None) == 0

@@ -78,7 +78,9 @@ SCORES = {
 def forger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardWorkers]:
     folder = tmp_path_factory.mktemp("forger")
     (folder / "rewards.py").write_text(FORGER)
-    with RewardWorkers(parse_function("rewards.py:forge", folder), RewardConfig(timeout_s=20)) as workers:
+    with RewardWorkers(
+        parse_function("rewards.py:forge", folder), RewardConfig(timeout_s=20, sandbox=False)
+    ) as workers:
         yield workers
 
 

@@ -85,7 +85,7 @@ def reward(prompts, completions):
 def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardWorkers]:
     folder = tmp_path_factory.mktemp("acts")
     (folder / "acts.py").write_text(ACTS)
-    config = RewardConfig(timeout_s=TIMEOUT_S, memory_bytes=512 * 1024**2)
+    config = RewardConfig(sandbox=False, timeout_s=TIMEOUT_S, memory_bytes=512 * 1024**2)
     with RewardWorkers(parse_function("acts.py:reward", folder), config) as workers:
         yield workers
 
@@ -203,7 +203,7 @@ def test_a_fork_that_comes_back_does_not_answer_twice(write: Write) -> None:
 def test_many_silent_rows_are_bounded_in_time(write: Write) -> None:
     function = write("def reward(completions):\n    while completions != ['fine']: pass\n    return [1.0]")
     timeout_s = 0.2
-    with RewardWorkers(function, RewardConfig(timeout_s=timeout_s)) as workers:
+    with RewardWorkers(function, RewardConfig(sandbox=False, timeout_s=timeout_s)) as workers:
         workers.score(["p"], ["fine"], {})
         begun = time.monotonic()
         scores = workers.score(["p"] * 401, ["hang"] * 200 + ["fine"] + ["hang"] * 200, {})
@@ -230,7 +230,10 @@ def test_many_silent_rows_are_bounded_in_time(write: Write) -> None:
 )
 def test_what_is_not_one_entry_a_row_stops_the_run(write: Write, body: str, told: str) -> None:
     function = write(f"def reward(completions): return {body}")
-    with RewardWorkers(function, RewardConfig()) as workers, pytest.raises(RewardError) as caught:
+    with (
+        RewardWorkers(function, RewardConfig(sandbox=False)) as workers,
+        pytest.raises(RewardError) as caught,
+    ):
         workers.score(["p"] * 4, ["c"] * 4, {})
     assert caught.value.what.startswith("rewards.py:reward returned")
     assert told in caught.value.what
@@ -252,7 +255,9 @@ def test_arrays_tensors_and_generators_are_lists_of_scores(write: Write) -> None
         """
     )
     kinds = ["numpy", "scalars", "torch", "graph", "items", "column", "integers", "generator", "tuple"]
-    with RewardWorkers(function, RewardConfig(timeout_s=60, memory_bytes=16 * 1024**3)) as workers:
+    with RewardWorkers(
+        function, RewardConfig(sandbox=False, timeout_s=60, memory_bytes=16 * 1024**3)
+    ) as workers:
         for kind in kinds:
             scores = workers.score(["p"] * 3, ["c"] * 3, {"kind": [kind] * 3})
             assert [score.value for score in scores] == [0.5, -1.0, 2.0], kind
@@ -272,7 +277,7 @@ def test_prints_are_allowed_and_shown_where_a_row_fails(write: Write) -> None:
             return [1 / int(completion) for completion in completions]
         """
     )
-    with RewardWorkers(function, RewardConfig()) as workers:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as workers:
         assert [score.value for score in workers.score(["p"] * 2, ["1", "2"], {})] == [1.0, 0.5]
         (row,) = workers.score(["p"], ["0"], {})
     assert "ZeroDivisionError" in row.message
@@ -281,7 +286,7 @@ def test_prints_are_allowed_and_shown_where_a_row_fails(write: Write) -> None:
 
 def test_the_message_names_the_line_of_the_users_file_below_library_frames(write: Write) -> None:
     function = write("import json\n\ndef reward(completions):\n    return [json.loads(completions[0])]\n")
-    with RewardWorkers(function, RewardConfig()) as workers:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as workers:
         (row,) = workers.score(["p"], ["{"], {})
     assert "JSONDecodeError" in row.message
     assert "(rewards.py, line 4, in reward: return [json.loads(completions[0])])" in row.message
@@ -297,7 +302,7 @@ def test_the_child_is_small_and_limited(write: Write) -> None:
             return [float(len(heavy)), core[0], memory[0], float(os.path.samefile(sys.argv[0], __file__))]
         """
     )
-    with RewardWorkers(function, RewardConfig(memory_bytes=10**9)) as workers:
+    with RewardWorkers(function, RewardConfig(sandbox=False, memory_bytes=10**9)) as workers:
         assert [score.value for score in workers.score(["p"] * 4, ["c"] * 4, {})] == [0.0, 0.0, 1e9, 1.0]
 
 
@@ -319,5 +324,5 @@ def test_a_file_beside_the_function_and_the_drivers_packages_can_be_imported(
         def reward(completions): return [VALUE, package_of_the_driver.VALUE]
         """
     )
-    with RewardWorkers(function, RewardConfig()) as workers:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as workers:
         assert [score.value for score in workers.score(["p"] * 2, ["c"] * 2, {})] == [2.0, 3.0]

@@ -33,7 +33,7 @@ def wait_for(marker: Path) -> None:
 def test_a_busy_driver_is_not_a_late_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "reward.py").write_text(CODE)
     monkeypatch.setattr(child, "START_LIMIT_S", 0.01)  # long over when the driver returns
-    with RewardWorkers(parse_function("reward.py:one", tmp_path), RewardConfig()) as workers:
+    with RewardWorkers(parse_function("reward.py:one", tmp_path), RewardConfig(sandbox=False)) as workers:
         wait_for(tmp_path / "loaded")
         time.sleep(0.5)  # from the end of the file to its message
         assert [score.value for score in workers.score(["a"], ["b"], {})] == [1.0]

@@ -33,7 +33,7 @@ def values(scores: list[Score]) -> list[float | None]:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_order_is_kept_for_any_number_of_rows(write: Write, workers: int) -> None:
-    with RewardWorkers(write(LENGTHS), RewardConfig(workers=workers)) as rewards:
+    with RewardWorkers(write(LENGTHS), RewardConfig(sandbox=False, workers=workers)) as rewards:
 
         @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(completions=st.lists(st.text(max_size=20), max_size=12))
@@ -46,9 +46,9 @@ def test_order_is_kept_for_any_number_of_rows(write: Write, workers: int) -> Non
 
 def test_one_worker_sees_the_whole_batch_and_more_share_it(write: Write) -> None:
     function = write("def reward(completions): return [len(completions)] * len(completions)")
-    with RewardWorkers(function, RewardConfig(workers=1)) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False, workers=1)) as rewards:
         assert values(rewards.score(["p"] * 5, ["c"] * 5, {})) == [5.0] * 5
-    with RewardWorkers(function, RewardConfig(workers=2)) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False, workers=2)) as rewards:
         assert values(rewards.score(["p"] * 5, ["c"] * 5, {})) == [2.0, 2.0, 3.0, 3.0, 3.0]
 
 
@@ -66,7 +66,7 @@ def test_two_workers_score_side_by_side(write: Write) -> None:
             return [1.0]
         """
     )
-    with RewardWorkers(function, RewardConfig(workers=2, timeout_s=60)) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False, workers=2, timeout_s=60)) as rewards:
         assert values(rewards.score(["p"] * 2, ["call-1", "call-2"], {})) == [1.0, 1.0]
 
 
@@ -80,7 +80,7 @@ def test_many_rows_of_a_failed_call_have_time_enough_each(write: Write) -> None:
             return [float(completion) for completion in completions]
         """
     )
-    with RewardWorkers(function, RewardConfig(timeout_s=0.8)) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False, timeout_s=0.8)) as rewards:
         scores = rewards.score(["p"] * 120, ["1"] * 119 + ["x"], {})
     assert scores[-1].outcome is Outcome.ERROR
     assert sum(score.outcome is Outcome.SCORE for score in scores) > 60  # all of them, on an idle machine
@@ -106,7 +106,7 @@ def test_the_function_gets_the_columns_it_takes(write: Write, signature: str, se
             1 / 0
         """
     )
-    with RewardWorkers(function, RewardConfig()) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as rewards:
         (score,) = rewards.score(["p"], ["c"], {"answer": [42], "level": [None]})
     assert f"output: {seen}" in score.message or not seen
     assert "'completions': ['c']" in score.message
@@ -121,19 +121,19 @@ def test_chat_rows_arrive_as_messages(write: Write) -> None:
         "            for p, c in zip(prompts, completions)]"
     )
     prompt = [{"role": "system", "content": "echo"}, {"role": "user", "content": "ü\ud800\n"}]
-    with RewardWorkers(function, RewardConfig()) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as rewards:
         completion = [{"role": "assistant", "content": "ü\ud800\n"}]
         assert values(rewards.score([prompt], [completion], {})) == [1.0]
 
 
 def test_rows_larger_than_a_pipe_arrive_whole(write: Write) -> None:
-    with RewardWorkers(write(LENGTHS), RewardConfig()) as rewards:
+    with RewardWorkers(write(LENGTHS), RewardConfig(sandbox=False)) as rewards:
         assert values(rewards.score(["p"] * 3, ["x" * 10_000_000, "", "x"], {})) == [1e7, 0.0, 1.0]
 
 
 def test_more_scores_than_a_pipe_holds_arrive_whole(write: Write) -> None:
     with RewardWorkers(
-        write("def reward(completions): return ['bad'] * len(completions)"), RewardConfig()
+        write("def reward(completions): return ['bad'] * len(completions)"), RewardConfig(sandbox=False)
     ) as rewards:
         scores = rewards.score(["p"] * 5000, ["c"] * 5000, {})
     assert [score.outcome for score in scores] == [Outcome.ERROR] * 5000
@@ -150,7 +150,7 @@ def test_a_function_that_changes_its_input_changes_only_its_copy(write: Write) -
         """
     )
     prompts, completions, columns = ["p"], ["c"], {"answer": [{"list": [3]}]}
-    with RewardWorkers(function, RewardConfig()) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as rewards:
         assert values(rewards.score(prompts, completions, columns)) == [3.0]
         assert values(rewards.score(prompts, completions, columns)) == [3.0]
     assert (prompts, completions, columns) == (["p"], ["c"], {"answer": [{"list": [3]}]})
@@ -162,24 +162,27 @@ def test_a_coroutine_function_is_awaited(write: Write) -> None:
         "async def one(c):\n    await asyncio.sleep(0.01)\n    return float(c)\n"
         "async def reward(completions):\n    return await asyncio.gather(*map(one, completions))"
     )
-    with RewardWorkers(function, RewardConfig()) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as rewards:
         assert values(rewards.score(["p"] * 2, ["1", "2"], {})) == [1.0, 2.0]
 
 
 def test_a_functions_state_lives_on_from_call_to_call(write: Write) -> None:
     function = write("calls = []\ndef reward(completions):\n    calls.append(1)\n    return [len(calls)]")
-    with RewardWorkers(function, RewardConfig()) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as rewards:
         assert [values(rewards.score(["p"], ["c"], {})) for _ in range(3)] == [[1.0], [2.0], [3.0]]
 
 
 def test_no_rows_need_no_call(write: Write) -> None:
-    with RewardWorkers(write("1 / 0\ndef reward(completions): ..."), RewardConfig()) as rewards:
+    with RewardWorkers(write("1 / 0\ndef reward(completions): ..."), RewardConfig(sandbox=False)) as rewards:
         assert rewards.score([], [], {"answer": []}) == []
 
 
 def test_a_parameter_without_a_column_is_named_with_the_columns_there_are(write: Write) -> None:
     function = write("def reward(prompts, completions, answr): ...")
-    with RewardWorkers(function, RewardConfig()) as rewards, pytest.raises(RewardError) as caught:
+    with (
+        RewardWorkers(function, RewardConfig(sandbox=False)) as rewards,
+        pytest.raises(RewardError) as caught,
+    ):
         rewards.score(["p"], ["c"], {"answer": [1], "level": [2]})
     assert caught.value.what == "rewards.py:reward needs a column 'answr'"
     assert caught.value.why == "the columns are answer, completions, level, prompts"
@@ -202,7 +205,10 @@ def test_a_parameter_without_a_column_is_named_with_the_columns_there_are(write:
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_an_error_at_once(write: Write, source: str, told: str) -> None:
     function = write(source)
-    with RewardWorkers(function, RewardConfig()) as rewards, pytest.raises(RewardError) as caught:
+    with (
+        RewardWorkers(function, RewardConfig(sandbox=False)) as rewards,
+        pytest.raises(RewardError) as caught,
+    ):
         rewards.score(["p"], ["c"], {})
     assert told in caught.value.what
     assert str(function.file) in caught.value.why
@@ -223,7 +229,7 @@ def test_a_child_that_dies_between_calls_costs_no_row(write: Write) -> None:
         "    threading.Timer(0.05, os._exit, [1]).start()\n"
         "    return [1.0] * len(completions)"
     )
-    with RewardWorkers(function, RewardConfig()) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as rewards:
         for _ in range(3):
             assert rewards.score(["p"] * 2, ["c"] * 2, {}) == [Score(outcome=Outcome.SCORE, value=1.0)] * 2
             time.sleep(0.3)
@@ -243,7 +249,7 @@ def test_an_interrupted_score_leaves_no_old_answer_behind(write: Write) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stop
 
-    with RewardWorkers(function, RewardConfig()) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False)) as rewards:
         rewards.score(["p"], ["0"], {})
         before = signal.signal(signal.SIGALRM, stop)
         try:
@@ -257,7 +263,7 @@ def test_an_interrupted_score_leaves_no_old_answer_behind(write: Write) -> None:
 
 
 def test_after_close_nothing_is_scored(write: Write) -> None:
-    rewards = RewardWorkers(write(LENGTHS), RewardConfig())
+    rewards = RewardWorkers(write(LENGTHS), RewardConfig(sandbox=False))
     rewards.close()
     rewards.close()
     with pytest.raises(RewardError, match="called after close"):
@@ -265,7 +271,7 @@ def test_after_close_nothing_is_scored(write: Write) -> None:
 
 
 def test_what_does_not_hold_is_said(write: Write, caplog: pytest.LogCaptureFixture) -> None:
-    with RewardWorkers(write(LENGTHS), RewardConfig(), level=Level.NO_NAMESPACE) as rewards:
+    with RewardWorkers(write(LENGTHS), RewardConfig(sandbox=False), level=Level.NO_NAMESPACE) as rewards:
         rewards.score(["p"], ["c"], {})
         assert "no pid namespace" in rewards.shortcomings
     assert rewards.shortcomings in caplog.text

@@ -9,12 +9,12 @@ import pytest
 
 from rillflow.rewards.kernel import Line, lines
 
-X86_64, I386, ALLOWED = 0xC000003E, 0x40000003, 0x7FFF0000
+X86_64, I386, ALLOWED, NOTIFIED = 0xC000003E, 0x40000003, 0x7FFF0000, 0x7FC00000
 NEW_USER_NAMESPACE, SIGCHLD = 0x10000000, 17
 
 
 def judged(program: list[Line], number: int, *arguments: int, architecture: int = X86_64) -> int:
-    """Return the filter's result for a call: 0 if it is allowed, else the error."""
+    """Return the result for a call: 0 if it is allowed, -1 if a listener is asked, else the error."""
     place, held = 0, 0
     while True:
         code, if_true, if_false, constant = program[place]
@@ -24,8 +24,8 @@ def judged(program: list[Line], number: int, *arguments: int, architecture: int 
                 held = known[constant] if constant in known else [*arguments, *[0] * 6][(constant - 16) // 8]
                 place += 1
             case 0x06:
-                assert constant == ALLOWED or constant >> 16 == 5
-                return 0 if constant == ALLOWED else constant & 0xFFFF
+                assert constant in (ALLOWED, NOTIFIED) or constant >> 16 == 5
+                return {ALLOWED: 0, NOTIFIED: -1}.get(constant, constant & 0xFFFF)
             case _:
                 is_true = {0x15: held == constant, 0x35: held >= constant, 0x45: held & constant != 0}[code]
                 place += 1 + (if_true if is_true else if_false)
@@ -77,3 +77,30 @@ def test_every_other_call_is_allowed() -> None:
     assert not denied & {0, 1, 2, 3, 9, 10, 11, 12, 39, 57, 59, 60, 61, 62, 202, 231, 257}, (
         "what Python needs"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "arguments", "result"),
+    [
+        (56, (SIGCHLD,), -1),  # clone of a process
+        (56, (0x00010000 | 0x100,), 0),  # of a thread
+        (56, (NEW_USER_NAMESPACE | SIGCHLD,), errno.EPERM),
+        (57, (), -1),  # fork
+        (58, (), -1),  # vfork
+        (61, (), -1),  # wait4
+        (247, (), -1),  # waitid
+        (435, (), errno.ENOSYS),  # clone3
+    ],
+)
+def test_a_watched_cell_asks_before_it_starts_a_process_or_waits(
+    number: int, arguments: tuple[int, ...], result: int
+) -> None:
+    program = lines("x86_64", is_memory_counted=True, is_watched=True)
+    assert judged(program, number, *arguments) == result
+
+
+def test_watching_changes_no_other_call() -> None:
+    plain = lines("x86_64", is_memory_counted=True)
+    watched = lines("x86_64", is_memory_counted=True, is_watched=True)
+    changed = {number for number in range(600) if judged(plain, number) != judged(watched, number)}
+    assert changed == {56, 57, 58, 61, 247}

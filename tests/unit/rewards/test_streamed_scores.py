@@ -77,7 +77,7 @@ def scores(rows: int) -> list[Score]:
 
 def test_each_key_is_one_call_and_keys_finish_out_of_order(write: Write, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with RewardWorkers(write(ACTS), RewardConfig(workers=2, timeout_s=PLENTY_S)) as workers:
+    with RewardWorkers(write(ACTS), RewardConfig(sandbox=False, workers=2, timeout_s=PLENTY_S)) as workers:
         begin(workers, "slow", [f"wait {gate}", "c"])
         begin(workers, "quick", ["c"] * 3)
         assert finished(workers, 1) == {"quick": scores(3)}
@@ -89,7 +89,9 @@ def test_each_key_is_one_call_and_keys_finish_out_of_order(write: Write, tmp_pat
 
 @pytest.mark.parametrize(("count", "hanging"), [(1, 1), (1, MORE_CHILDREN), (2, 2)])
 def test_keys_that_hang_hold_up_no_other(write: Write, mine: Mine, count: int, hanging: int) -> None:
-    with RewardWorkers(write(ACTS), RewardConfig(workers=count, timeout_s=PLENTY_S)) as workers:
+    with RewardWorkers(
+        write(ACTS), RewardConfig(sandbox=False, workers=count, timeout_s=PLENTY_S)
+    ) as workers:
         for key in range(hanging):
             begin(workers, ("hung", key), ["c", "hang"])
         for key in range(6):
@@ -106,7 +108,7 @@ def test_keys_that_hang_hold_up_no_other(write: Write, mine: Mine, count: int, h
 
 @pytest.mark.slow
 def test_children_are_bounded(write: Write, mine: Mine) -> None:
-    with RewardWorkers(write(ACTS), RewardConfig(timeout_s=PLENTY_S)) as workers:
+    with RewardWorkers(write(ACTS), RewardConfig(sandbox=False, timeout_s=PLENTY_S)) as workers:
         for key in range(MORE_CHILDREN + 1):
             begin(workers, key, ["hang"])
         begin(workers, "waiting", ["c"])
@@ -120,7 +122,7 @@ def test_children_are_bounded(write: Write, mine: Mine) -> None:
 
 
 def test_a_key_that_hangs_alone_needs_no_further_child(write: Write, mine: Mine) -> None:
-    with RewardWorkers(write(ACTS), RewardConfig(timeout_s=2.5)) as workers:
+    with RewardWorkers(write(ACTS), RewardConfig(sandbox=False, timeout_s=2.5)) as workers:
         begin(workers, "hung", ["hang"])
         found: list[tuple[Key, list[Score]]] = []
         until = time.monotonic() + PLENTY_S
@@ -134,7 +136,7 @@ def test_a_key_that_hangs_alone_needs_no_further_child(write: Write, mine: Mine)
 def test_a_key_has_the_scores_of_a_batch_of_its_rows(write: Write) -> None:
     """Includes retries: the hanging row times out twice, and its neighbours are scored separately."""
     rows = ["c", "hang", "c"]
-    with RewardWorkers(write(ACTS), RewardConfig(timeout_s=2.0)) as workers:
+    with RewardWorkers(write(ACTS), RewardConfig(sandbox=False, timeout_s=2.0)) as workers:
         batch = workers.score(["p"] * 3, rows, {})
         begin(workers, "key", rows)
         begin(workers, "other", ["c"])
@@ -145,7 +147,7 @@ def test_a_key_has_the_scores_of_a_batch_of_its_rows(write: Write) -> None:
 
 
 def test_a_crash_is_its_keys_alone(write: Write) -> None:
-    with RewardWorkers(write(ACTS), RewardConfig(timeout_s=PLENTY_S)) as workers:
+    with RewardWorkers(write(ACTS), RewardConfig(sandbox=False, timeout_s=PLENTY_S)) as workers:
         for key, rows in (("before", ["c"]), ("crash", ["crash", "c"]), ("after", ["c"] * 2)):
             begin(workers, key, rows)
         found = finished(workers, 3)
@@ -155,7 +157,7 @@ def test_a_crash_is_its_keys_alone(write: Write) -> None:
 
 
 def test_a_cancelled_call_ends_at_once_and_leaves_no_process(write: Write, mine: Mine) -> None:
-    with RewardWorkers(write(ACTS), RewardConfig(timeout_s=PLENTY_S)) as workers:
+    with RewardWorkers(write(ACTS), RewardConfig(sandbox=False, timeout_s=PLENTY_S)) as workers:
         begin(workers, "hung", ["hang"])
         begin(workers, "queued", ["c"])
         assert workers.turn(0.5) == []
@@ -172,7 +174,7 @@ def test_a_cancelled_call_ends_at_once_and_leaves_no_process(write: Write, mine:
 
 
 def test_a_finished_key_can_be_cancelled_before_it_is_returned(write: Write) -> None:
-    with RewardWorkers(write(ACTS), RewardConfig()) as workers:
+    with RewardWorkers(write(ACTS), RewardConfig(sandbox=False)) as workers:
         begin(workers, "empty", [])
         workers.cancel("empty")
         begin(workers, "empty", [])
@@ -180,7 +182,7 @@ def test_a_finished_key_can_be_cancelled_before_it_is_returned(write: Write) -> 
 
 
 def test_close_while_keys_run_leaves_no_process(write: Write, mine: Mine) -> None:
-    with RewardWorkers(write(ACTS), RewardConfig(workers=2, timeout_s=PLENTY_S)) as workers:
+    with RewardWorkers(write(ACTS), RewardConfig(sandbox=False, workers=2, timeout_s=PLENTY_S)) as workers:
         for key in range(4):
             begin(workers, key, ["hang"])
         until = time.monotonic() + PLENTY_S
@@ -196,7 +198,7 @@ def test_close_while_keys_run_leaves_no_process(write: Write, mine: Mine) -> Non
 
 def test_a_batch_is_scored_while_keys_run(write: Write, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with RewardWorkers(write(ACTS), RewardConfig(workers=2, timeout_s=PLENTY_S)) as workers:
+    with RewardWorkers(write(ACTS), RewardConfig(sandbox=False, workers=2, timeout_s=PLENTY_S)) as workers:
         begin(workers, "slow", [f"wait {gate}"])
         begin(workers, "quick", ["c"])
         batch = workers.score(["p"] * 4, ["c"] * 4, {})
@@ -207,7 +209,7 @@ def test_a_batch_is_scored_while_keys_run(write: Write, tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_function_forgets_all_keys(write: Write) -> None:
-    with RewardWorkers(write(ACTS), RewardConfig(timeout_s=PLENTY_S)) as workers:
+    with RewardWorkers(write(ACTS), RewardConfig(sandbox=False, timeout_s=PLENTY_S)) as workers:
         begin(workers, "bare", ["bare"])
         begin(workers, "other", ["c"])
         with pytest.raises(RewardError, match=r"returned 1\.0"):
@@ -237,7 +239,7 @@ def test_several_functions_score_a_key_side_by_side(write: Write) -> None:
         "first",
     )
     functions = (function, replace(function, name="second", weight=0.5))
-    with WeightedWorkers(functions, RewardConfig(timeout_s=PLENTY_S)) as workers:
+    with WeightedWorkers(functions, RewardConfig(sandbox=False, timeout_s=PLENTY_S)) as workers:
         begin(workers, "key", ["c", "none"])
         (found,) = finished(workers, 1).values()
     assert [score.value for score in found] == [6.0, 1.0]
