@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from rillflow.serving.http_body import BODY_WITHIN_S, SLOWEST_BYTES_S, SMALL_BYTES, Declined
 
 
-
 def within_s(num_bytes: int) -> float:
     """Return the seconds in which a body must arrive: 30, and one for each MiB."""
     return BODY_WITHIN_S + num_bytes / SLOWEST_BYTES_S

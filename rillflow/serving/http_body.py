@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -24,7 +24,7 @@ SLOWEST_BYTES_S = 2**20
 """A body must arrive within 30 s, plus one second for each announced MiB."""
 SMALL_BYTES = 2**14
 """Bodies up to this size need no room of their own: their sum is bounded by the number of connections."""
-_BRANCHES = frozenset({"str", "int", "float", "bool", "none", "dict", "list", "nullable"})
+_BRANCHES = frozenset({"str", "int", "float", "bool", "none", "dict", "list", "nullable", "constrained-str"})
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -83,9 +83,16 @@ def checked_request(kind: type[R], says: Mapping[str, Any]) -> R:
     try:
         return kind.model_validate(says)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part)[:80] for part in first["loc"] if not _is_branch(part))
-        raise StreamError(f"{place} is {brief(first['input'])}", why=first["msg"]) from None
+        found = error.errors(include_url=False, include_context=False)
+        of_first = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
+        deepest = max(of_first, key=lambda each: len(_place(each["loc"])))
+        place = ".".join(_place(deepest["loc"]))
+        raise StreamError(f"{place} is {brief(deepest['input'])}", why=deepest["msg"][:300]) from None
+
+
+def _place(loc: Sequence[int | str]) -> list[str]:
+    """Return the place of an error without the branches of unions."""
+    return [str(part)[:80] for part in loc if not _is_branch(part)]
 
 
 def _is_branch(part: int | str) -> bool:

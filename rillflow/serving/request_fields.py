@@ -20,8 +20,6 @@ WHOLE = 2**53
 """Largest whole number that JSON carries in every client."""
 NOTE_VALUES = 2**12
 """Most values of a free object, such as a client's notes."""
-LARGEST_NUMBER = 1e15
-"""Largest absolute number in a free object; a larger whole number is not exact in every client."""
 T = TypeVar("T")
 
 
@@ -49,7 +47,7 @@ def require_plain(value: T, most: int) -> T:
     return value
 
 
-def _noted(value: dict[str, Any]) -> dict[str, Any]:
+def _noted(value: T) -> T:
     return require_plain(value, NOTE_VALUES)
 
 
@@ -63,6 +61,8 @@ Text = Annotated[str, Field(max_length=TEXT_CHARS)]
 """A text that the model may read."""
 Notes = Annotated[dict[str, Any], Field(max_length=256), AfterValidator(_noted)]
 """A free object of a client."""
+Free = Annotated[Any, AfterValidator(_noted)]
+"""A free value of a client."""
 Messages = Annotated[list[dict[str, Any]], Field(max_length=2**13, fail_fast=True), AfterValidator(_listed)]
 """Messages, or items of a conversation."""
 Tools = Annotated[list[dict[str, Any]], Field(max_length=512, fail_fast=True), AfterValidator(_listed)]

@@ -84,8 +84,13 @@ class RequestReader:
             return parse(body)
         return await self.alone(lambda: parse(body))
 
-    async def alone(self, function: Callable[[], R]) -> R:
-        """Return the result of a function that runs in the lane."""
+    async def alone(self, function: Callable[[], R], *, rests: int = RESTS) -> R:
+        """Return the result of a function that runs in the lane.
+
+        Args:
+            function: the function.
+            rests: rest after it, as a multiple of its time; 0 if it lets other threads run.
+        """
         async with self._turn:
             await asyncio.sleep(max(0.0, self._rested - time.monotonic()))
             begin = time.monotonic()
@@ -93,4 +98,4 @@ class RequestReader:
                 return await asyncio.get_running_loop().run_in_executor(self._lane, function)
             finally:
                 end = time.monotonic()
-                self._rested = end + RESTS * (end - begin)
+                self._rested = end + rests * (end - begin)

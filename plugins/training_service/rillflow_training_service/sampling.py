@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from rillflow.config.load import validate
-from rillflow.errors import DataError, RillflowError, StreamError
+from rillflow.errors import RillflowError, StreamError
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
@@ -38,13 +38,12 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
+from rillflow_training_service.requests import SamplingParams
 from rillflow_training_service.shared_base import Shape, SharedBase
 
 logger = logging.getLogger(__name__)
 SLICE_S = 0.5
 """Longest time of a turn, after which another client's work runs."""
-MOST_SAMPLES = 1024
-"""Largest ``num_samples`` of a request."""
 _IDLE_ENGINES = 4
 """Engines without rows that are kept for the next requests."""
 
@@ -113,7 +112,7 @@ class SampleRequest:
             self.tell(told)
 
 
-def sampling_of(given: Mapping[str, Any], room: int) -> SamplingConfig:
+def sampling_of(given: SamplingParams, room: int) -> SamplingConfig:
     """Return the settings of a request.
 
     Args:
@@ -123,29 +122,22 @@ def sampling_of(given: Mapping[str, Any], room: int) -> SamplingConfig:
     Raises:
         ConfigError: a value is out of range.
     """
-    asked = {name: given[name] for name in ("temperature", "top_p") if given.get(name) is not None}
-    top_k, most = given.get("top_k"), given.get("max_tokens")
-    if top_k is not None and top_k != -1:
-        asked["top_k"] = top_k
-    asked["max_tokens"] = max(room, 1) if most is None else most
-    return validate(SamplingConfig, asked, "sampling_params")
+    asked = given.model_dump(include={"temperature", "top_p", "top_k", "max_tokens"}, exclude_none=True)
+    if asked.get("top_k") == -1:
+        del asked["top_k"]
+    return validate(SamplingConfig, {"max_tokens": max(room, 1), **asked}, "sampling_params")
 
 
-def stop_of(given: object) -> Stop:
-    """Return what ends a row, from ``SamplingParams.stop``: None, a text, texts or tokens.
-
-    Raises:
-        DataError: it is something else.
-    """
-    if given is None:
+def stop_of(given: SamplingParams) -> Stop:
+    """Return what ends a row, from ``stop``: None, a text, texts or tokens."""
+    stop = given.stop
+    if stop is None:
         return Stop()
-    if isinstance(given, str):
-        given = [given]
-    if isinstance(given, list) and all(isinstance(each, str) and each for each in given):
-        return Stop(texts=tuple(sorted(given)), is_default=False)
-    if isinstance(given, list) and all(isinstance(each, int) and each >= 0 for each in given):
-        return Stop(tokens=tuple(sorted(given)), is_default=False)
-    raise DataError(f"stop is {str(given)[:80]}", why="it is a text, a list of texts, or a list of tokens")
+    if isinstance(stop, str):
+        return Stop(texts=(stop,), is_default=False)
+    texts = tuple(sorted(each for each in stop if isinstance(each, str)))
+    tokens = tuple(sorted(each for each in stop if isinstance(each, int)))
+    return Stop(texts=texts, tokens=tokens, is_default=False)
 
 
 class SnapshotSampler:
