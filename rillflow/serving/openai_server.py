@@ -55,7 +55,7 @@ MAX_REQUEST_ROWS = 1024
 MAX_REQUEST_TOKENS = 2**22
 """Largest number of prompt tokens in the rows of a request: each row of an answer repeats its prompt's."""
 _GONE_S = 0.5
-_KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error"}
+_KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 """OpenAI's error type by status, for errors that the request did not cause."""
 
 

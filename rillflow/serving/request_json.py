@@ -72,6 +72,10 @@ def _require_small(body: bytes | bytearray, max_values: int) -> None:
     is_quote = marks == _QUOTE
     marks = marks[~(np.logical_xor.accumulate(is_quote) | is_quote)] if is_quote.any() else marks
     opens, closes = np.isin(marks, _OPEN), np.isin(marks, _CLOSE)
+    depth = np.cumsum(opens.astype(np.int32) - closes.astype(np.int32), dtype=np.int32)
+    if depth.max(initial=0) > MAX_JSON_DEPTH:
+        what = f"the request is nested deeper than {MAX_JSON_DEPTH} levels"
+        raise StreamError(what, why="a deeper one is not JSON that every parser reads")
     containers = int(opens.sum())
     values = containers + int((marks == _COMMA).sum())
     fix = "send several requests"
@@ -81,10 +85,6 @@ def _require_small(body: bytes | bytearray, max_values: int) -> None:
     if containers > MAX_CONTAINERS:
         why = f"the limit is {MAX_CONTAINERS:,}"
         raise StreamError(f"the request has {containers:,} lists and objects", why=why, fix=fix)
-    depth = np.cumsum(opens.astype(np.int32) - closes.astype(np.int32), dtype=np.int32)
-    if depth.max(initial=0) > MAX_JSON_DEPTH:
-        what = f"the request is nested deeper than {MAX_JSON_DEPTH} levels"
-        raise StreamError(what, why=f"the limit is {MAX_JSON_DEPTH}")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

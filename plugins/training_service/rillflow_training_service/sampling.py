@@ -1,10 +1,10 @@
 """Sampling: rows of many requests in one pass, with the weights of one snapshot at a time.
 
     requests of a snapshot ─ rows ─> Batcher ─ EngineQueue ─ NativeEngine: all of them in each pass
-    another snapshot ──────────────> Batcher of its own; both take turns of ``SLICE_S``
+    another snapshot ──────────────> Batcher of its own; all take turns, together ``SLICE_S``
 
 consumes      sampling requests, until their rows have ended or their clients have left
-waits for     nothing: ``turn`` runs passes for at most ``SLICE_S``
+waits for     nothing: ``turn`` runs passes for a part of ``SLICE_S``; beyond ``MOST_BATCHERS`` requests wait
 produces      the answer of each request, or its error
 shuts down    with its last row the engine goes back to the pool, and its KV cache is freed
 
@@ -43,7 +43,9 @@ from rillflow_training_service.shared_base import Shape, SharedBase
 
 logger = logging.getLogger(__name__)
 SLICE_S = 0.5
-"""Longest time of a turn, after which another client's work runs."""
+"""Longest time of one turn of all batches, after which other work runs."""
+MOST_BATCHERS = 8
+"""Snapshots and stops that are sampled in turns; more wait until one has no rows left."""
 _IDLE_ENGINES = 4
 """Engines without rows that are kept for the next requests."""
 
@@ -151,6 +153,7 @@ class SnapshotSampler:
     def __init__(self, base: SharedBase, *, max_rows: int) -> None:
         self._base, self._max_rows = base, max_rows
         self._batchers: dict[tuple[str, Stop], Batcher] = {}
+        self._waiting: dict[tuple[str, Stop], deque[tuple[Snapshot, SampleRequest]]] = {}
         self._idle: dict[tuple[Shape | None, Stop], list[EngineQueue]] = defaultdict(list)
         self._order = deque[tuple[Shape | None, Stop]]()
         self._loaded = 0
@@ -163,6 +166,9 @@ class SnapshotSampler:
     def put(self, snapshot: Snapshot, request: SampleRequest) -> None:
         """Begin a request."""
         key = snapshot.key, request.stop
+        if key not in self._batchers and len(self._batchers) >= MOST_BATCHERS:
+            self._waiting.setdefault(key, deque()).append((snapshot, request))
+            return
         if key not in self._batchers:
             queue = self._engine(snapshot.shape, request.stop)
             self._loaded += 1
@@ -180,7 +186,8 @@ class SnapshotSampler:
         Raises:
             Exception: the engine is broken; its requests were told.
         """
-        batcher, until = self._batchers[key], time.monotonic() + SLICE_S
+        slice_s = SLICE_S / len(self._batchers)  # a turn of all of them takes as long as one alone
+        batcher, until = self._batchers[key], time.monotonic() + slice_s
         try:
             while True:
                 between()
@@ -196,15 +203,28 @@ class SnapshotSampler:
             del self._batchers[key]
             why = f"{type(error).__name__}: {error}"
             batcher.fail(StreamError("the engine failed", why, "read the server's log"))
+            self._begin_waiting()
             raise
         del self._batchers[key]
         self._keep((batcher.snapshot.shape, key[1]), batcher.queue)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Begin the requests of the snapshot and stop that have waited longest."""
+        if self._waiting and len(self._batchers) < MOST_BATCHERS:
+            for snapshot, request in self._waiting.pop(next(iter(self._waiting))):
+                if not request.is_left:
+                    self.put(snapshot, request)
 
     def fail(self, error: RillflowError) -> None:
         """End every request with this error."""
         for batcher in self._batchers.values():
             batcher.fail(error)
+        for waiting in self._waiting.values():
+            for _, request in waiting:
+                request.finish(error)
         self._batchers.clear()
+        self._waiting.clear()
 
     def wake(self) -> None:
         """Remove the rows whose clients have left at the next turn."""

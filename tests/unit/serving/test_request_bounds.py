@@ -1,4 +1,4 @@
-"""Every field of every request of every server has a bound, so that no request costs more than was thought of."""
+"""Every field of every request has a bound, so that no request costs more than was thought of."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pydantic.fields import FieldInfo
 from rillflow.serving.openai_protocol import ChatRequest, CompletionRequest
 from rillflow.serving.responses import ResponsesRequest
 
-ELSEWHERE: dict[str, str] = {}
-"""Fields without a bound of their own, and who bounds them."""
 _PLAIN = (bool, type(None))
 
 

@@ -67,7 +67,9 @@ def test_parquet_that_unpacks_to_much_more_than_its_size_is_refused(tmp_path: Pa
 
     long = "x" * 2**20
     equal = arrow.DictionaryArray.from_arrays(arrow.array([0] * 300, "int32"), arrow.array([long]))
-    nested = arrow.ListArray.from_arrays(np.arange(31, dtype=np.int32) * 10**6, np.zeros(30 * 10**6, np.int32))
+    nested = arrow.ListArray.from_arrays(
+        np.arange(31, dtype=np.int32) * 10**6, np.zeros(30 * 10**6, np.int32)
+    )
     tables = {
         "cell": arrow.table({"prompt": ["x" * (LEAST_UNPACKED + 1)]}),
         "equal": arrow.table({"prompt": equal}),
@@ -75,7 +77,9 @@ def test_parquet_that_unpacks_to_much_more_than_its_size_is_refused(tmp_path: Pa
         "nested": arrow.table({"prompt": ["1"] * 30, "more": nested}),
     }
     for name, table in tables.items():
-        parquet.write_table(table, path := tmp_path / f"{name}.parquet", compression="zstd", write_statistics=False)
+        parquet.write_table(
+            table, path := tmp_path / f"{name}.parquet", compression="zstd", write_statistics=False
+        )
         assert path.stat().st_size < 2**17, name
         told = refusal(path)
         assert "a compressed file stands for at most 1,000 times its size" in told, (name, told)
