@@ -50,10 +50,12 @@ class Round:
 
     def __str__(self) -> str:
         ratio = self.beside_s / max(self.alone_s, 1e-3)
+        peak, idle = self.peak_bytes / 2**20, self.idle_bytes / 2**20
         return (
-            f"{self.server:9} {self.attacks:5} attacks  polite client: {self.beside_s:.2f} s "
-            f"during {self.during}, {self.alone_s:.2f} s alone, ratio {ratio:.1f}  memory: {self.peak_bytes / 2**20:.0f} MiB, "
-            f"{self.idle_bytes / 2**20:.0f} idle  ended {self.ended_s:.1f} s after SIGTERM"
+            f"{self.server}, {self.attacks} attacks\n"
+            f"  polite client: {self.beside_s:.2f} s during {self.during}; {self.alone_s:.2f} s alone, "
+            f"ratio {ratio:.1f}\n"
+            f"  memory: {peak:.0f} MiB at most, {idle:.0f} MiB idle; ended {self.ended_s:.1f} s after SIGTERM"
         )
 
 

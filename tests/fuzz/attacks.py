@@ -82,7 +82,7 @@ def posted(target: Target, body: bytes, path: str = "", more: str = "") -> None:
     sent(target, head(target, len(body), path, more), body)
 
 
-def said(target: Target, path: str = "", **more: Any) -> None:
+def said(target: Target, path: str = "", /, **more: Any) -> None:
     """Send an ordinary body with other fields."""
     posted(target, json.dumps({**target.body, **more}).encode(), path)
 

@@ -51,7 +51,11 @@ def post(body: bytes, more: str = "") -> bytes:
 
 
 def answer(connection: socket.socket) -> bytes:
-    return connection.recv(2**16)
+    """Return an answer with its body; empty if the server has closed the connection."""
+    said = connection.recv(2**16)
+    while said and b"\r\n\r\n" in said and said.endswith(b"\r\n\r\n"):
+        said += connection.recv(2**16)
+    return said
 
 
 def test_a_connection_may_idle_longer_than_a_head_may_take(port: int) -> None:
