@@ -165,7 +165,7 @@ def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
     chosen = ModelConfig(path=str(folder), dtype=dtype)
     model = load_model(chosen, seed=0, device=choose_device("auto"), base=Path())
     engine = native_engine(model, usual, seed=0)  # a request's seed chooses the same numbers in every process
-    queue = EngineQueue(engine, model.tokenizer, max_rows=max_rows)
+    queue = EngineQueue(engine, model.tokenizer, max_rows=max_rows, pauses=True)
     queue.load(version, {})
     tools = tool_format(usual.tool_format, model.tokenizer)
     served = _Served(model=model, config=chosen, queue=queue, tools=tools, run=run)

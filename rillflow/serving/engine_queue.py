@@ -13,7 +13,9 @@ shuts down    healthy: the owner stops calling ``turn``. Broken engine: ``fail``
               including later ones
 
 Fairness: at most ``max_rows`` rows are in the engine. Requests take turns, one row per turn, so a request of
-one row waits for at most one row of each request before it.
+one row waits for at most one row of each request before it. A queue that pauses rows takes out those that ran
+longest, once each has run ``SLICE`` passes and others wait; new requests enter before paused rows, which have
+every fourth place. So a new row waits for passes, not for the ends of long answers.
 
 Isolation: a failed pass empties the engine. The queue ends the row at fault and puts the other rows back,
 with the tokens of the last look:
@@ -50,6 +52,12 @@ LOOK_EVERY = 8
 """Passes between two looks at rows that are streamed or have stop texts."""
 KEEP_EVERY = 64
 """Passes between two looks at every row, which limit repeated work after another row failed."""
+SLICE, TOKENS_PER_PASS = 32, 16
+"""Passes before a row may be paused; a long row runs one for each 16 tokens, which it reads again later."""
+PAUSED_EVERY = 4
+"""Every fourth free place is a paused row's."""
+MOST_WAITING, FEW = 2**16, 8
+"""Rows that may wait; a request of at most 8 rows is queued in any case."""
 Told: TypeAlias = Rollout | RillflowError
 R = TypeVar("R")
 
@@ -91,9 +99,11 @@ class EngineQueue:
         engine: has ``Capability.ROWS``; only the thread that calls ``turn`` and ``load`` calls its methods.
         tokenizer: tokeniser of the model.
         max_rows: largest number of rows in the engine.
+        pauses: whether running rows are paused while others wait. A paused row reads its tokens again, so its
+            later log probabilities may differ in rounding.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, max_rows: int) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, max_rows: int, pauses: bool = False) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.version = 0
         """Version of the newest weights."""
@@ -103,6 +113,9 @@ class EngineQueue:
         self._failure: RillflowError | None = None
         self._jobs = deque[Job]()
         self._requests, self._suspects = deque[deque[Wanted]](), deque[Wanted]()
+        self._pauses = pauses and self._can_look
+        self._paused, self._num_entered, self._num_waiting = deque[Wanted](), 0, 0
+        self._entered: dict[RowId, int] = {}  # number of the pass before which a row entered
         self._rows: dict[RowId, Wanted] = {}
         self._kept: dict[Wanted, Rollout] = {}
         self._new: set[RowId] = set()
@@ -120,6 +133,10 @@ class EngineQueue:
         """Begin the rows of one request; from any thread."""
         with self._lock:
             failure = self._failure
+            waiting = self._num_waiting + sum(map(len, self._inbox))
+            if failure is None and len(request) > FEW and waiting + len(request) > MOST_WAITING:
+                why = f"the limit is {MOST_WAITING:,}"
+                failure = Declined(429, f"{waiting:,} rows wait to be sampled", why, "send it again later")
             if failure is None:
                 self._inbox.append(deque(request))
         if failure is not None:
@@ -142,10 +159,12 @@ class EngineQueue:
         with suppress(BlockingIOError):
             os.read(self.woken, 1 << 16)
             self._sort()
+        self._pause()
         self._admit()
+        self._num_waiting = len(self._paused) + sum(map(len, self._requests))
         did_job = self._run_job()
         if not self.engine.has_work:
-            return did_job or bool(self._suspects or self._requests)
+            return did_job or bool(self._suspects or self._requests or self._paused)
         try:
             with losses():
                 ended = self.engine.step()
@@ -217,6 +236,9 @@ class EngineQueue:
         for wanted in [each for each in self._suspects if each.is_left()]:
             self._suspects.remove(wanted)
             self._kept.pop(wanted, None)
+        for wanted in [each for each in self._paused if each.is_left()]:
+            self._paused.remove(wanted)
+            self._kept.pop(wanted, None)
         stay = (deque(each for each in request if not each.is_left()) for request in self._requests)
         self._requests = deque(filter(None, stay))
         for row, wanted in [*self._rows.items()]:
@@ -224,13 +246,37 @@ class EngineQueue:
                 self._forget(row)
                 self.engine.abort(row)
 
+    def _pause(self) -> None:
+        """Take out the rows that ran longest, if others wait for their places."""
+        waiting = len(self._requests) + len(self._paused)
+        if not (self._pauses and waiting) or len(self._rows) < self._max_rows or self._suspects:
+            return
+        due = [
+            row
+            for row, wanted in self._rows.items()
+            if self._passes - self._entered[row] >= max(SLICE, len(wanted.begin.tokens) // TOKENS_PER_PASS)
+        ]
+        for row in sorted(due, key=self._entered.__getitem__)[:waiting]:
+            wanted = self._forget(row)
+            self._kept[wanted] = self.engine.abort(row)
+            self._paused.append(wanted)
+
+    def _next_request(self) -> deque[Wanted]:
+        """Return the request whose row enters next; every fourth is a paused row, if there is one."""
+        self._num_entered += 1
+        if self._paused and (not self._requests or self._num_entered % PAUSED_EVERY == 0):
+            return deque([self._paused.popleft()])
+        return self._requests.popleft()
+
     def _admit(self) -> None:
         """Fill the engine; requests take turns. A row on trial is the only new row of its pass."""
         if self._suspects and not self._new:
             self._enter(self._suspects.popleft(), is_new=True)
         held = deque[deque[Wanted]]()
-        while self._requests and len(self._rows) < self._max_rows and not self._suspects:
-            request = self._requests.popleft()
+        while len(self._rows) < self._max_rows and not self._suspects:
+            if not (self._requests or self._paused):
+                break
+            request = self._next_request()
             if request[0].begin.row in self._rows:  # the same seed and prompt: the earlier row ends first
                 held.append(request)
                 continue
@@ -254,7 +300,7 @@ class EngineQueue:
         except Exception as error:  # noqa: BLE001  an engine may raise any error for a row
             wanted.tell(_failed(error, wanted), True)
         else:
-            self._rows[row] = wanted
+            self._rows[row], self._entered[row] = wanted, self._passes
             self._new |= {row} if is_new else set()
 
     def _check(self, sampling: SamplingConfig) -> None:
@@ -275,6 +321,7 @@ class EngineQueue:
         """End the row at fault for a failed pass and put the others back; return whether one may be found."""
         rows, new = self._rows, self._new
         self._rows, self._new = {}, set()
+        self._entered.clear()
         if self.engine.has_work:
             for row in rows:
                 self.engine.abort(row)
@@ -296,13 +343,19 @@ class EngineQueue:
         return True
 
     def _tell_everybody(self, error: Exception) -> None:
-        waiting = [*self._rows.values(), *self._suspects, *(each for rows in self._requests for each in rows)]
-        for held in (self._rows, self._kept, self._new, self._suspects, self._requests):
+        waiting = [
+            *self._rows.values(),
+            *self._suspects,
+            *self._paused,
+            *(each for rows in self._requests for each in rows),
+        ]
+        for held in (self._rows, self._kept, self._new, self._suspects, self._requests, self._paused):
             held.clear()
         _tell_all(waiting, error)
 
     def _forget(self, row: RowId) -> Wanted:
         self._new.discard(row)
+        self._entered.pop(row, None)
         wanted = self._rows.pop(row)
         self._kept.pop(wanted, None)
         return wanted

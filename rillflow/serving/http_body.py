@@ -1,24 +1,30 @@
-"""HTTP body: read and check a request's body within limits of size, depth and time."""
+"""HTTP body: read a request's body within limits of size and time, and validate what it says.
+
+    head ─ size announced ─> body_of: bytes, in time ─> request_json ─> checked_request ─> the request
+
+``RequestReader`` does this for an application, within limits for all of its requests together.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from rillflow.errors import StreamError
+from rillflow.serving.request_json import brief, json_object
+
+__all__ = ["Declined", "body_of", "checked_request", "json_object"]
 
 BODY_WITHIN_S = 30.0
 SLOWEST_BYTES_S = 2**20
 """A body must arrive within 30 s, plus one second for each announced MiB."""
-MAX_JSON_DEPTH = 64
-"""Largest nesting depth of objects and lists in a request."""
-
-
+SMALL_BYTES = 2**14
+"""Bodies up to this size need no room of their own: their sum is bounded by the number of connections."""
+_BRANCHES = frozenset({"str", "int", "float", "bool", "none", "dict", "list", "nullable", "constrained-str"})
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -30,12 +36,24 @@ class Declined(StreamError):
         self.status = status
 
 
-async def body_of(request: Request, most: int) -> bytearray:
+async def body_of(
+    request: Request, most: int, make_room: Callable[[int], Awaitable[None]] | None = None
+) -> bytearray:
     """Read a request's body.
 
+    Args:
+        request: the request.
+        most: largest number of bytes.
+        make_room: called with the largest size that the body may have, before more than ``SMALL_BYTES`` of
+            it are read.
+
     Raises:
-        Declined: it is longer than ``most`` bytes, or does not arrive in time.
+        Declined: it is longer than ``most`` bytes, is compressed, or does not arrive in time.
     """
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        why = "a small compressed body can stand for one of any size"
+        raise Declined(415, f"the body is compressed: {coding[:20]}", why=why, fix="send it as it is")
     announced = request.headers.get("content-length", "0")
     body = bytearray()
     too_long = Declined(413, f"a body of {announced[:20]} bytes", why=f"the limit is {most}", fix="send less")
@@ -45,6 +63,8 @@ async def body_of(request: Request, most: int) -> bytearray:
     try:
         async with asyncio.timeout(within_s):
             async for piece in request.stream():
+                if make_room is not None and len(body) <= SMALL_BYTES < len(body) + len(piece):
+                    await make_room(int(announced) or most)
                 body += piece
                 if len(body) > most:
                     raise too_long
@@ -52,47 +72,6 @@ async def body_of(request: Request, most: int) -> bytearray:
         what = f"only {len(body)} of the body's {announced} bytes arrived"
         raise Declined(408, what, why=f"the timeout is {within_s:g} s", fix="send it again") from None
     return body
-
-
-def json_object(body: bytearray) -> dict[str, Any]:
-    """Parse a body.
-
-    Raises:
-        StreamError: it is not a JSON object, is nested too deeply, or has a text that is not Unicode.
-    """
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise StreamError(f"the request is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise StreamError("the request is not a JSON object")
-    _check_json(found)
-    return found
-
-
-def _check_json(found: dict[str, Any]) -> None:
-    """Raise StreamError for deep nesting and for texts that UTF-8 cannot encode."""
-    level: list[Any] = [found]
-    for _ in range(MAX_JSON_DEPTH):
-        if not level:
-            return
-        inner = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
-        texts = [part for part in inner if isinstance(part, str)]
-        texts += [key for each in level if isinstance(each, dict) for key in each]
-        for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise StreamError(
-                    f"a string of the request has U+{ord(text[error.start]):04X} at index {error.start}",
-                    why="half of a surrogate pair is not a character",
-                    fix="send the whole character, as UTF-8 or as both halves",
-                ) from None
-        level = [part for part in inner if isinstance(part, dict | list)]
-    if level:
-        raise StreamError(
-            f"the request is nested deeper than {MAX_JSON_DEPTH} levels", why=f"the limit is {MAX_JSON_DEPTH}"
-        )
 
 
 def checked_request(kind: type[R], says: Mapping[str, Any]) -> R:
@@ -104,6 +83,18 @@ def checked_request(kind: type[R], says: Mapping[str, Any]) -> R:
     try:
         return kind.model_validate(says)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise StreamError(f"{place} is {str(first['input'])[:80]}", why=first["msg"]) from None
+        found = error.errors(include_url=False, include_context=False)
+        of_first = [each for each in found if each["loc"][:1] == found[0]["loc"][:1]]
+        deepest = max(of_first, key=lambda each: len(_place(each["loc"])))
+        place = ".".join(_place(deepest["loc"]))
+        raise StreamError(f"{place} is {brief(deepest['input'])}", why=deepest["msg"][:300]) from None
+
+
+def _place(loc: Sequence[int | str]) -> list[str]:
+    """Return the place of an error without the branches of unions."""
+    return [str(part)[:80] for part in loc if not _is_branch(part)]
+
+
+def _is_branch(part: int | str) -> bool:
+    """Return whether a part of a place names a branch of a union, not a field."""
+    return isinstance(part, str) and (part in _BRANCHES or "[" in part or "(" in part)

@@ -9,7 +9,7 @@ parameter of ``NEUTRAL`` with a value that asks for what is done anyway.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from rillflow.errors import StreamError, nearest
 from rillflow.rollout.config import Factor, Penalty, SamplingConfig, Temperature, TopK
 from rillflow.serving.http_body import checked_request
+from rillflow.serving.request_fields import Messages, Name, Notes, Text, Tools
 from rillflow.serving.tool_calls import ToolFormat
 from rillflow.tasks.config import TAKEN_ARGUMENTS
 
@@ -61,13 +62,25 @@ DRAWING = (
 
 MOST_STOPS, LONGEST_STOP = 16, 1_000
 """Largest number of stop texts, and characters of one: every look at a row searches all of them."""
+MOST_TOKENS = 2**31 - 1
+"""Largest ``max_tokens``, more than any context; the context ends a row before."""
+NewTokens = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
+"""A largest number of new tokens."""
+Token = Annotated[int, Field(ge=-(2**70), le=2**70)]
+"""A token of a prompt; the engine names one that the vocabulary lacks."""
+Tokens = Annotated[list[Token], Field(max_length=2**20, fail_fast=True)]
+"""A prompt as tokens."""
+Texts = Annotated[list[Text], Field(max_length=2**20, fail_fast=True)]
+"""Several prompts; the error of too many counts them."""
+Lists = Annotated[list[Tokens], Field(max_length=2**16, fail_fast=True)]
+"""Several prompts as tokens."""
 
 
 class SamplingRequest(BaseModel):
     """Parameters of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    model: str = Field(default="", description="name of the model in /v1/models; optional")
+    model: Text = Field(default="", description="name of the model in /v1/models; optional")
     n: int = Field(default=1, ge=1, le=128, description="number of answers per prompt")
     temperature: Temperature | None = Field(
         default=None, le=100, description="sampling temperature; 0 is greedy"
@@ -78,22 +91,22 @@ class SamplingRequest(BaseModel):
     repetition_penalty: Factor | None = Field(default=None, description="factor for tokens of the row")
     presence_penalty: Penalty | None = Field(default=None, description="penalty for sampled tokens")
     frequency_penalty: Penalty | None = Field(default=None, description="penalty per earlier occurrence")
-    max_tokens: int | None = Field(default=None, gt=0, description="largest number of new tokens")
-    stop: str | list[str] = Field(default=[], description="stop texts, not part of the answer")
+    max_tokens: NewTokens | None = Field(default=None, description="largest number of new tokens")
+    stop: Text | Texts = Field(default=[], description="stop texts, not part of the answer")
     stream: bool = Field(default=False, description="streaming of answers as they are sampled")
-    stream_options: dict[str, bool] = Field(default={}, description="option include_usage")
+    stream_options: dict[Name, bool] = Field(default={}, max_length=16, description="option include_usage")
     return_token_ids: bool = Field(default=False, description="token ids and their versions in the answer")
     seed: int | None = Field(
         default=None, ge=-(2**63), lt=2**64, description="choice of the random numbers of new rows"
     )
-    user: str = Field(default="", description="name of the user; ignored")
-    safety_identifier: str = Field(default="", description="name of the user; ignored")
+    user: Name = Field(default="", description="name of the user; ignored")
+    safety_identifier: Name = Field(default="", description="name of the user; ignored")
     store: bool = Field(default=False, description="nothing is stored; ignored")
-    metadata: dict[str, Any] = Field(default={}, description="notes of the client; ignored")
-    service_tier: str = Field(default="", description="there is one tier; ignored")
-    prompt_cache_key: str = Field(default="", description="ignored")
-    prompt_cache_retention: str = Field(default="", description="ignored")
-    request_id: str = Field(default="", description="ignored")
+    metadata: Notes = Field(default={}, description="notes of the client; ignored")
+    service_tier: Name = Field(default="", description="there is one tier; ignored")
+    prompt_cache_key: Name = Field(default="", description="ignored")
+    prompt_cache_retention: Name = Field(default="", description="ignored")
+    request_id: Name = Field(default="", description="ignored")
     kind: ClassVar[str]
     """Object type in an answer."""
 
@@ -138,19 +151,19 @@ class SamplingRequest(BaseModel):
 class ChatRequest(SamplingRequest):
     """A conversation that the assistant continues."""
 
-    messages: list[dict[str, Any]] = Field(description="conversation: messages with role and content")
-    tools: list[dict[str, Any]] | None = Field(default=None, description="tools for the chat template")
-    tool_choice: str | dict[str, Any] = Field(
+    messages: Messages = Field(description="conversation: messages with role and content")
+    tools: Tools | None = Field(default=None, description="tools for the chat template")
+    tool_choice: Name | Notes = Field(
         default="auto", description="auto; or none, which leaves calls in the text"
     )
     parallel_tool_calls: bool = Field(
         default=True, description="several calls in an answer; false ends the answer after the first"
     )
-    max_completion_tokens: int | None = Field(default=None, gt=0, description="newer name of max_tokens")
+    max_completion_tokens: NewTokens | None = Field(default=None, description="newer name of max_tokens")
     logprobs: bool = Field(default=False, description="log probabilities of the sampled tokens")
-    reasoning_effort: str | None = Field(default=None, description="variable of the chat template")
-    verbosity: str | None = Field(default=None, description="variable of the chat template")
-    chat_template_kwargs: dict[str, Any] = Field(
+    reasoning_effort: Name | None = Field(default=None, description="variable of the chat template")
+    verbosity: Name | None = Field(default=None, description="variable of the chat template")
+    chat_template_kwargs: Notes = Field(
         default={}, description="variables of the chat template, such as enable_thinking"
     )
     kind = "chat.completion"
@@ -205,10 +218,12 @@ class ChatRequest(SamplingRequest):
 class CompletionRequest(SamplingRequest):
     """Prompts to continue, as text or as tokens."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="one prompt or several")
+    prompt: Text | Tokens | Texts | Lists = Field(description="one prompt or several")
     logprobs: int | None = Field(default=None, ge=0, le=1, description="log probabilities; 1 to return them")
     echo: bool = Field(default=False, description="the prompt before the answer, with its log probabilities")
-    max_tokens: int | None = Field(default=None, ge=0, description="largest number of new tokens")
+    max_tokens: int | None = Field(
+        default=None, ge=0, le=MOST_TOKENS, description="largest number of new tokens"
+    )
     kind = "text_completion"
 
     def check(self) -> None:

@@ -25,6 +25,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -34,10 +35,11 @@ from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
-from rillflow.serving.http_body import Declined, body_of, json_object
+from rillflow.serving.http_body import SMALL_BYTES, Declined, json_object
 from rillflow.serving.messages import chat_of, require_ordinary
 from rillflow.serving.openai_answers import Choice, envelope
 from rillflow.serving.openai_protocol import ChatRequest, CompletionRequest, SamplingRequest, checked
+from rillflow.serving.request_reader import HeldRoom, RequestReader
 from rillflow.serving.responses import Output, ResponsesRequest
 from rillflow.serving.text_scores import TextScores
 from rillflow.serving.tool_calls import ToolFormat
@@ -50,8 +52,10 @@ ASKED_EPOCH, SEEDED_EPOCH = -3, -4
 seed have their own."""
 MAX_REQUEST_ROWS = 1024
 """Largest number of rows of a request: prompts times answers to each."""
+MAX_REQUEST_TOKENS = 2**22
+"""Largest number of prompt tokens in the rows of a request: each row of an answer repeats its prompt's."""
 _GONE_S = 0.5
-_KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error"}
+_KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 """OpenAI's error type by status, for errors that the request did not cause."""
 
 
@@ -94,11 +98,13 @@ class NewRows:
         tokens = [
             encoder.rows([each])[0].prompt.tolist() if isinstance(each, Example) else each for each in prompts
         ]
-        numbered = [(self._row(asked, each), each) for each in tokens]
+        if (total := asked.n * sum(map(len, tokens))) > MAX_REQUEST_TOKENS:
+            what = f"the rows of the request have {total:,} prompt tokens"
+            why = f"the limit is {MAX_REQUEST_TOKENS:,}"
+            raise DataError(what, why=why, fix="send fewer prompts, or a smaller n")
+        first = [Rollout.start(self._row(asked, each), each) for each in tokens]
         return [
-            Rollout.start(row._replace(sample=sample), each)
-            for row, each in numbered
-            for sample in range(asked.n)
+            replace(each, row=each.row._replace(sample=sample)) for each in first for sample in range(asked.n)
         ]
 
     def _row(self, asked: SamplingRequest, prompt: Sequence[int]) -> RowId:
@@ -179,11 +185,12 @@ class Door:
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
-        make = self._guarded
+        make, reader = self._guarded, RequestReader(MAX_REQUEST_BYTES)
+        chat, text = (partial(self._complete, reader, kind) for kind in (ChatRequest, CompletionRequest))
         routes = [
-            Route("/v1/chat/completions", make(partial(self._complete, ChatRequest)), methods=["POST"]),
-            Route("/v1/completions", make(partial(self._complete, CompletionRequest)), methods=["POST"]),
-            Route("/v1/responses", make(self._respond), methods=["POST"]),
+            Route("/v1/chat/completions", make(chat), methods=["POST"]),
+            Route("/v1/completions", make(text), methods=["POST"]),
+            Route("/v1/responses", make(partial(self._respond, reader)), methods=["POST"]),
             Route("/v1/models", make(self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", make(self._one_model), methods=["GET"]),
             Route("/health", _healthy, methods=["GET"]),
@@ -202,12 +209,14 @@ class Door:
 
         # The server logs unexpected errors, after ``failed`` has answered.
         handlers: dict[Any, Any] = {404: unknown, 405: unknown, Exception: failed}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        return Starlette(routes=routes, middleware=[Middleware(HeldRoom)], exception_handlers=handlers)
 
-    async def _complete(self, kind: type[SamplingRequest], request: Request, visitor: Visitor) -> Response:
-        body = await body_of(request, MAX_REQUEST_BYTES)
-        asked = await to_thread(lambda: checked(kind, json_object(body)))
-        answer = await self._begun(asked, visitor)
+    async def _complete(
+        self, reader: RequestReader, kind: type[SamplingRequest], request: Request, visitor: Visitor
+    ) -> Response:
+        body = await reader.body(request)
+        asked = await reader.parsed(lambda body: checked(kind, json_object(body)), body)
+        answer = await self._begun(reader, len(body), asked, visitor)
         around = partial(envelope, asked, f"{kind.kind}-{secrets.token_hex(8)}", self._model)
         if asked.stream:
             return StreamingResponse(self._events(answer, around), media_type="text/event-stream")
@@ -216,13 +225,19 @@ class Door:
         scores: list[TextScores | None] = [None] * len(answer.choices)
         if isinstance(asked, CompletionRequest) and asked.reads_prompt:
             scores = [await self._scored(answer.rows[index]) for index in range(len(scores))]
-        told = [
-            each.next(answer.rows[index], is_over=True, scores=scores[index])
-            for index, each in enumerate(answer.choices)
-        ]
-        return JSONResponse(around(self._queue.version, choices=told, usage=answer.usage))
 
-    async def _begun(self, asked: SamplingRequest, visitor: Visitor) -> _Answer:
+        def told() -> Response:
+            choices = [
+                each.next(answer.rows[index], is_over=True, scores=scores[index])
+                for index, each in enumerate(answer.choices)
+            ]
+            return JSONResponse(around(self._queue.version, choices=choices, usage=answer.usage))
+
+        return await to_thread(told)
+
+    async def _begun(
+        self, reader: RequestReader, num_bytes: int, asked: SamplingRequest, visitor: Visitor
+    ) -> _Answer:
         """Return a request's answer, whose rows have not begun to run."""
         if asked.model not in ("", self._model):
             what = f"there is no model {asked.model[:80]!r}"
@@ -230,7 +245,8 @@ class Door:
         if isinstance(asked, CompletionRequest) and asked.reads_prompt and self._scores is None:
             why = "this door returns log probabilities of sampled tokens only"
             raise StreamError("echo with logprobs is not supported", why=why, fix="omit echo or logprobs")
-        begun = await to_thread(visitor.begin, asked)
+        begin = partial(visitor.begin, asked)
+        begun = await (to_thread(begin) if num_bytes <= SMALL_BYTES else reader.alone(begin, rests=0))
         return _Answer(self._queue, asked, begun, visitor, self._tools)
 
     async def _scored(self, rollout: Rollout) -> TextScores:
@@ -247,10 +263,11 @@ class Door:
             yield _event(_told(error, "server_error"))
         yield "data: [DONE]\n\n"
 
-    async def _respond(self, request: Request, visitor: Visitor) -> Response:
-        body = await body_of(request, MAX_REQUEST_BYTES)
-        asked = await to_thread(lambda: checked(ResponsesRequest, json_object(body)))
-        answer = await self._begun(await to_thread(asked.chat), visitor)
+    async def _respond(self, reader: RequestReader, request: Request, visitor: Visitor) -> Response:
+        body = await reader.body(request)
+        asked = await reader.parsed(lambda body: checked(ResponsesRequest, json_object(body)), body)
+        chat = await reader.parsed(lambda _: asked.chat(), body)
+        answer = await self._begun(reader, len(body), chat, visitor)
         output = Output(asked, f"resp_{secrets.token_hex(8)}", self._model)
         if asked.stream:
             return StreamingResponse(self._response_events(answer, output), media_type="text/event-stream")
@@ -327,7 +344,10 @@ class _Answer:
         self.rows: dict[int, Rollout] = {}
         """Ended rows, by number."""
         self._queue, self._visitor, self._is_left = queue, visitor, False
-        self._events = asyncio.Queue[tuple[int, Told, bool]]()
+        self._news: dict[
+            int, tuple[Told, bool]
+        ] = {}  # the newest of each row, for a client that reads slowly
+        self._has_news = asyncio.Event()
         self._wanted = list[Wanted]()
 
     @property
@@ -345,9 +365,13 @@ class _Answer:
     async def __aenter__(self) -> None:
         loop, asked, sampling = asyncio.get_running_loop(), self.asked, self._visitor.sampling(self.asked)
 
+        def note(index: int, what: Told, is_over: bool) -> None:
+            self._news[index] = what, is_over
+            self._has_news.set()
+
         def tell(index: int, what: Told, is_over: bool) -> None:
             with suppress(RuntimeError):  # the server and its event loop have ended
-                loop.call_soon_threadsafe(self._events.put_nowait, (index, what, is_over))
+                loop.call_soon_threadsafe(note, index, what, is_over)
 
         how: dict[str, Any] = {"sampling": sampling, "stops": self._stops, "is_streamed": asked.stream}
         how["is_left"] = lambda: self._is_left or self._visitor.is_left
@@ -392,9 +416,13 @@ class _Answer:
             RillflowError: a row could not continue.
         """
         try:
-            index, what, is_over = await asyncio.wait_for(self._events.get(), within_s)
+            await asyncio.wait_for(self._has_news.wait(), within_s)
         except TimeoutError:
             return None
+        index = next(iter(self._news))
+        what, is_over = self._news.pop(index)
+        if not self._news:
+            self._has_news.clear()
         if isinstance(what, RillflowError):
             raise what
         if is_over:

@@ -18,7 +18,8 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from rillflow.errors import DataError, StreamError
-from rillflow.serving.openai_protocol import ChatRequest, SamplingRequest, checked
+from rillflow.serving.openai_protocol import ChatRequest, NewTokens, SamplingRequest, checked
+from rillflow.serving.request_fields import Messages, Name, Notes, Text, Tools
 from rillflow.tasks.example import shown
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text")
@@ -28,24 +29,26 @@ _STATEFUL = ("previous_response_id", "conversation", "prompt")
 class ResponsesRequest(SamplingRequest):
     """A conversation as items."""
 
-    input: str | list[dict[str, Any]] = Field(description="text of the user, or items")
-    instructions: str = Field(default="", description="system message before the input")
-    tools: list[dict[str, Any]] = Field(default=[], description="functions for the chat template")
-    tool_choice: str | dict[str, Any] = Field(default="auto", description="as in a chat")
+    input: Text | Messages = Field(description="text of the user, or items")
+    instructions: Text = Field(default="", description="system message before the input")
+    tools: Tools = Field(default=[], description="functions for the chat template")
+    tool_choice: Name | Notes = Field(default="auto", description="as in a chat")
     parallel_tool_calls: bool = Field(default=True, description="as in a chat")
-    max_output_tokens: int | None = Field(default=None, gt=0, description="largest number of new tokens")
-    reasoning: dict[str, Any] = Field(default={}, description="effort is a variable of the chat template")
-    text: dict[str, Any] = Field(default={}, description="format text; verbosity is a template variable")
-    include: list[str] = Field(default=[], description="ignored: there is nothing more to include")
+    max_output_tokens: NewTokens | None = Field(default=None, description="largest number of new tokens")
+    reasoning: Notes = Field(default={}, description="effort is a variable of the chat template")
+    text: Notes = Field(default={}, description="format text; verbosity is a template variable")
+    include: list[Name] = Field(
+        default=[], max_length=64, fail_fast=True, description="ignored: there is nothing more to include"
+    )
     truncation: Literal["disabled", "auto"] = Field(
         default="disabled", description="a conversation beyond the context is refused"
     )
     background: Literal[False] = Field(default=False, description="answers come in the response")
-    max_tool_calls: int | None = Field(default=None, gt=0, description="ignored: the client calls tools")
-    chat_template_kwargs: dict[str, Any] = Field(default={}, description="as in a chat")
-    previous_response_id: str | None = Field(default=None, description="refused: nothing is stored")
-    conversation: str | dict[str, Any] | None = Field(default=None, description="refused: nothing is stored")
-    prompt: dict[str, Any] | None = Field(default=None, description="refused: nothing is stored")
+    max_tool_calls: NewTokens | None = Field(default=None, description="ignored: the client calls tools")
+    chat_template_kwargs: Notes = Field(default={}, description="as in a chat")
+    previous_response_id: Name | None = Field(default=None, description="refused: nothing is stored")
+    conversation: Name | Notes | None = Field(default=None, description="refused: nothing is stored")
+    prompt: Notes | None = Field(default=None, description="refused: nothing is stored")
     kind = "response"
 
     @field_validator("text")

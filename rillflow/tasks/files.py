@@ -3,7 +3,7 @@
     path ─ by suffix ─┬─ .jsonl ──> one object per line ─┬─> same columns? ids unique? ─> examples
                       └─ .parquet > rows of plain values ┘
 
-A file is read completely. It is data and is never executed.
+A file is read completely, if its rows fit into memory (``file_bounds``). It is data and is never executed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os.path import realpath
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any, TypeAlias, TypeVar
 from rillflow.errors import DataError
 from rillflow.tasks.columns import ColumnPlan
 from rillflow.tasks.example import check_names
+from rillflow.tasks.file_bounds import Room, require_regular
+from rillflow.tasks.parquet_rows import parquet_rows
 
 ENDINGS = (".jsonl", ".parquet")
 _MARK = b"\xef\xbb\xbf"
@@ -107,7 +110,7 @@ def _check_path(path: Path) -> None:
             fix="name the file itself",
         )
     if path.is_dir():
-        raise DataError(f"the prompts file {path} is a directory", why="the source must be one file")
+        require_regular(path, "the prompts file")
     if path.suffix not in ENDINGS:
         raise DataError(
             f"the prompts file {path} ends in {path.suffix!r}",
@@ -120,6 +123,7 @@ def _check_path(path: Path) -> None:
             why=f"there is no {realpath(path)}",
             fix="correct the path, which is relative to the recipe",
         )
+    require_regular(path, "the prompts file")
 
 
 def made_rows(
@@ -190,16 +194,10 @@ def _check_id(value: object, number: int, unit: str, ids: dict[str | int, int]) 
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read", why=str(error)) from None
     decoder = json.JSONDecoder(
         parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct
     )
-    for number, line in enumerate(data.removeprefix(_MARK).split(b"\n"), 1):
-        if not line or line.isspace():
-            continue
+    for number, line in _lines(path):
         try:
             row = decoder.decode(line.decode("utf-8"))
         except DataError as error:
@@ -212,6 +210,23 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 why="a row must be a JSON object of column names and values",
             )
         yield number, row
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, from 1, and the bytes of each line that is not blank."""
+    try:
+        size = path.stat().st_size
+        room = Room(path, size, is_packed=False)
+        room.require(size, size)
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                text = line.removeprefix(_MARK) if number == 1 else line
+                room.take(len(text), values=text.count(b",") + text.count(b"[") + text.count(b"{"))
+                if text and not text.isspace():
+                    yield number, text.removesuffix(b"\n")
+    except (OSError, MemoryError) as error:
+        why = str(error) or "a line does not fit into memory"
+        raise DataError(f"{path} cannot be read", why=why) from None
 
 
 def _broken(where: str, line: bytes, error: Exception) -> DataError:
@@ -254,7 +269,8 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object, after checking that its keys are unique."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(name for name in found if [each for each, _ in pairs].count(name) > 1)
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name in found if names[name] > 1)
         why = "one of the two values would be lost silently"
         raise DataError(f"the key {twice!r} occurs twice in one object", why=why, fix="remove one of them")
     return found
@@ -266,22 +282,7 @@ def _excerpt(line: bytes) -> str:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        # Only users of Parquet files need it.
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise DataError(
-            f"{path} is a Parquet file",
-            why="pyarrow is not installed",
-            fix="pip install rillflow[parquet]",
-        ) from None
-    try:
-        with ParquetFile(path) as file:
-            rows = [row for batch in file.iter_batches() for row in batch.to_pylist()]
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet", why=str(error).split("\n")[0]) from None
-    for number, row in enumerate(rows, 1):
+    for number, row in parquet_rows(path):
         for name, value in row.items():
             _check_plain(value, f"{path}, row {number}: column {name!r}")
         yield number, row

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.errors import DataError, nearest
+from rillflow.tasks.file_bounds import Room, leaves, require_regular, text_bytes
+from rillflow.tasks.parquet_rows import require_footer
 
 HUB = "hf:"
 """Beginning of a source that this module reads."""
@@ -101,8 +103,13 @@ def hub_rows(source: HubSource, base: Path) -> Iterator[tuple[int, dict[str, Any
         name = f"{HUB}{source.name}"
         raise DataError(f"{name} has no column of text, numbers or lists", why=f"it has {schema.names}")
     tables = data.select_columns(plain).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE)
-    rows = (row for table in tables for row in table.to_pylist())
-    yield from enumerate(rows, 1)
+    room, number = Room(f"{HUB}{source.name}", 0, is_packed=False), 0
+    for table in tables:
+        for batch in table.to_batches():
+            room.take(sum(map(text_bytes, batch)), batch.num_rows, sum(map(leaves, batch)))
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
 
 
 def _opened(source: HubSource, base: Path) -> Any:
@@ -127,12 +134,34 @@ def _opened(source: HubSource, base: Path) -> Any:
             why=f"{HUB}{source.name} is a path, relative to the recipe",
             fix=nearest(folder.name, beside),
         )
+    if folder.is_dir():
+        require_readable(folder)
     try:
         if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
             return _saved(datasets, datasets.load_from_disk(str(folder)), source)
         return _built(datasets, str(folder) if folder.is_dir() else source.name, source)
     except (DatasetsError, HfHubHTTPError, ArrowException, OSError, ValueError, RuntimeError) as error:
         raise _unreadable(source, error, folder.is_dir()) from error
+
+
+def require_readable(folder: Path) -> None:
+    """Refuse a directory with something that is not a file, or with a Parquet file that unpacks to too much.
+
+    Raises:
+        DataError: it names the first one.
+    """
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            continue
+        require_regular(path, "the file")
+        if path.suffix == ".parquet":
+            try:
+                require_footer(read_metadata(path), Room(path, path.stat().st_size, is_packed=True))
+            except (ArrowException, OSError) as error:
+                raise DataError(f"{path} cannot be read as Parquet", why=str(error).split("\n")[0]) from None
 
 
 def _saved(datasets: Any, found: Any, source: HubSource) -> Any:

@@ -30,9 +30,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from rillflow.runs.durable import replace
+from rillflow.serving.body_limit import BodyLimit
 from rillflow.serving.http_body import BODY_WITHIN_S, Declined, body_of, checked_request, json_object
+from rillflow.serving.request_reader import RequestReader
 from rillflow.workers.wire import MAX_BODY_BYTES, MAX_JSON_BYTES, Message
-from rillflow_service.body_limit import BodyLimit
 from rillflow_service.http_app import FILE, HttpApp, announced_bytes, client_of, whole
 from rillflow_service.openapi import OPERATIONS, TENSORS, WITH_TENSORS, openapi
 from rillflow_service.plane import Plane
@@ -75,7 +76,8 @@ class StreamsApp(HttpApp):
     def __init__(
         self, plane: Plane, *, token: str, folder: Path, max_weight_bytes: int = MAX_WEIGHT_BYTES
     ) -> None:
-        super().__init__(token, WeightFolder(folder / "weights", most_bytes=max_weight_bytes))
+        weights = WeightFolder(folder / "weights", most_bytes=max_weight_bytes)
+        super().__init__(token, weights, RequestReader(MAX_PUBLISH_BYTES))
         self._plane = plane
         self._numbers = count()
         self._streams = folder / "streams.json"
@@ -95,7 +97,8 @@ class StreamsApp(HttpApp):
         """Run one operation."""
         name = request.url.path.rpartition("/")[2]
         if name not in WITH_TENSORS:
-            return await self._answer(request, name, json_object(await body_of(request, MAX_JSON_BYTES)), {})
+            body = await self._reader.body(request, MAX_JSON_BYTES)
+            return await self._answer(request, name, await self._reader.parsed(json_object, body), {})
         most = min(MAX_BODY_BYTES, self._plane.store.capacity_bytes)
         async with self._limits[name].room(announced_bytes(request, most)):
             return await self._answer(request, name, *decoded(await body_of(request, most)))
@@ -158,7 +161,8 @@ class StreamsApp(HttpApp):
     async def _publish(self, request: Request) -> Response:
         """Publish the files of the next version, and wake the clients that wait for them."""
         version = whole(request, "version")
-        asked = checked_request(Publish, json_object(await body_of(request, MAX_PUBLISH_BYTES)))
+        body = await self._reader.body(request, MAX_PUBLISH_BYTES)
+        asked = checked_request(Publish, await self._reader.parsed(json_object, body))
         async with self._writing:
             self._weights.require_next(version)
             await asyncio.to_thread(self._weights.publish, version, asked.files)

@@ -17,16 +17,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rillflow.errors import RillflowError, StreamError
-from rillflow.serving.http_body import body_of, checked_request, json_object
+from rillflow.serving.http_body import checked_request, json_object
+from rillflow.serving.request_reader import RequestReader
 from rillflow.workers.wire import MAX_JSON_BYTES
-from rillflow_service.body_limit import BodyLimit
-from rillflow_service.http_app import HttpApp, announced_bytes, client_of
+from rillflow_service.http_app import HttpApp, client_of
 from rillflow_service.requests import OfLease, PutRows, TakeRows
 from rillflow_service.row_leases import RowLeases
 from rillflow_service.weight_folder import WeightFolder
@@ -35,6 +36,9 @@ MAX_PUT_BYTES = 2**25
 """Largest body of a put; a client puts rows of a lease in several parts."""
 MOST_PUT_BYTES = 2**28
 """Largest total size of the puts that arrive or wait to be checked."""
+MAX_PUT_VALUES = 2**21
+"""Most values of a put: a million tokens with their log probabilities."""
+R = TypeVar("R", bound=BaseModel)
 _log = logging.getLogger(__name__)
 
 
@@ -55,9 +59,8 @@ class EngineApp(HttpApp):
     def __init__(
         self, leases: RowLeases, weights: WeightFolder, *, model: Mapping[str, Any], token: str
     ) -> None:
-        super().__init__(token, weights)
+        super().__init__(token, weights, RequestReader(MAX_PUT_BYTES, MOST_PUT_BYTES))
         self._leases, self._model = leases, dict(model)
-        self._limit = BodyLimit(MOST_PUT_BYTES)
         self.route("GET", "/v1/model", self._describe)
         self.route("GET", "/v1/status", self._status)
         self.route("POST", "/v1/rows/take", self._take)
@@ -85,7 +88,7 @@ class EngineApp(HttpApp):
 
     async def _take(self, request: Request) -> Response:
         """Lease rows; wait for them."""
-        asked, client = checked_request(TakeRows, await _json(request)), client_of(request)
+        asked, client = await self._read(TakeRows, request), client_of(request)
         wait_s = min(asked.wait_s, self.longest_wait_s)
         granted = await self.found(lambda: self._leases.take(asked, client), wait_s, request)
         if granted is not None and await request.is_disconnected():
@@ -97,23 +100,25 @@ class EngineApp(HttpApp):
 
     async def _put(self, request: Request) -> Response:
         """Hand rows to the run; answer when it has checked them."""
-        async with self._limit.room(announced_bytes(request, MAX_PUT_BYTES)):
-            asked = checked_request(PutRows, json_object(await body_of(request, MAX_PUT_BYTES)))
-            await asyncio.wrap_future(self._leases.propose(asked, client_of(request)))
-            return JSONResponse({"accepted": len(asked.rows)})
+        asked = await self._read(PutRows, request, MAX_PUT_BYTES)
+        await asyncio.wrap_future(self._leases.propose(asked, client_of(request)))
+        return JSONResponse({"accepted": len(asked.rows)})
 
     async def _renew(self, request: Request) -> Response:
         """Move the deadline of a lease."""
-        asked = checked_request(OfLease, await _json(request))
+        asked = await self._read(OfLease, request)
         self._leases.renew(asked, client_of(request))
         return JSONResponse({"lease_s": asked.lease_s})
 
     async def _give_back(self, request: Request) -> Response:
         """End a lease."""
-        asked = checked_request(OfLease, await _json(request))
+        asked = await self._read(OfLease, request)
         self._leases.give_back(asked.lease, client_of(request))
         return JSONResponse({})
 
-
-async def _json(request: Request) -> dict[str, Any]:
-    return json_object(await body_of(request, MAX_JSON_BYTES))
+    async def _read(self, kind: type[R], request: Request, most: int = MAX_JSON_BYTES) -> R:
+        """Return a request of this kind."""
+        return await self._reader.parsed(
+            lambda body: checked_request(kind, json_object(body, max_values=MAX_PUT_VALUES)),
+            await self._reader.body(request, most),
+        )

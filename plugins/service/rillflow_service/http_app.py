@@ -16,12 +16,14 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, cast
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.http_body import Declined
+from rillflow.serving.request_reader import HeldRoom, RequestReader
 from rillflow_service.requests import sentences
 from rillflow_service.weight_folder import WeightFolder
 
@@ -39,6 +41,7 @@ class HttpApp:
     Args:
         token: bearer token of every request.
         weights: weights to read.
+        reader: reads the bodies of requests.
     """
 
     paths: ClassVar[str]
@@ -48,8 +51,8 @@ class HttpApp:
     longest_wait_s: ClassVar[int]
     """Longest wait of a client in seconds."""
 
-    def __init__(self, token: str, weights: WeightFolder) -> None:
-        self._token, self._weights = token, weights
+    def __init__(self, token: str, weights: WeightFolder, reader: RequestReader) -> None:
+        self._token, self._weights, self._reader = token, weights, reader
         self._routes: list[Route] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bell = asyncio.Event()
@@ -69,7 +72,10 @@ class HttpApp:
             return await refuse(request)
 
         return Starlette(
-            routes=self._routes, lifespan=self._living, exception_handlers={404: unknown, 405: unknown}
+            routes=self._routes,
+            middleware=[Middleware(HeldRoom)],
+            lifespan=self._living,
+            exception_handlers={404: unknown, 405: unknown},
         )
 
     def ring(self) -> None:

@@ -19,8 +19,20 @@ CELLS = ".cells"
 """Array of a writer's cell locations: ``.cells0``, ... [N, 3] store, segment, place; of a fetch [N, 2]."""
 SEGMENTS = ".segments"
 """Array of the segments in which cells are deleted."""
+LEAST_NUMBER, MOST_NUMBER = -1, 2**53
+"""Bounds of versions, segments and leases, which every client can write exactly."""
+Version = Annotated[int, Field(ge=LEAST_NUMBER, le=MOST_NUMBER)]
+"""A version of the weights."""
+Place = Annotated[int, Field(ge=0, le=MOST_NUMBER)]
+"""Number of a segment or of a lease."""
+LongName = Annotated[str, Field(max_length=100)]
+"""Name of a column or a holder."""
+Columns = Annotated[dict[LongName, ColumnType], Field(max_length=MAX_COLUMNS)]
+"""Column types by name; the schema checks names and types."""
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Number = Annotated[int, Field(ge=0, lt=2**53, strict=True)]
+Token = Annotated[int, Field(ge=-(2**53), le=2**53, strict=True)]
+"""A sampled token; ``RowRules`` names one that the vocabulary lacks."""
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 LeaseSeconds = Annotated[float, Field(ge=0, le=3_600, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
@@ -43,8 +55,10 @@ class Create(_Request):
     """Create a stream; creating it again with the same columns, stages and capacity has no effect."""
 
     stream: Name = Field(description="name of the stream")
-    columns: dict[str, ColumnType] = Field(description="column types by name")
-    stages: list[StageColumns] = Field(description="stages that read and write columns")
+    columns: Columns = Field(description="column types by name")
+    stages: list[StageColumns] = Field(
+        max_length=MAX_COLUMNS, fail_fast=True, description="stages that read and write columns"
+    )
     capacity: Annotated[int, Field(ge=1, le=2**22)] = Field(description="largest number of groups at once")
 
 
@@ -60,8 +74,8 @@ class Begin(_Request):
 
     stream: Name = Field(description="stream to begin groups in")
     key: str = Field(default="", max_length=64, description="idempotency key: a repeat returns the same ids")
-    version: int = Field(default=0, description="version of the policy that sampled the columns")
-    segment: int | None = Field(default=None, description="segment with the columns")
+    version: Version = Field(default=0, description="version of the policy that sampled the columns")
+    segment: Place | None = Field(default=None, description="segment with the columns")
     wait_s: Seconds = Field(default=60.0, description="seconds to wait for room")
 
 
@@ -73,7 +87,9 @@ class Take(_Request):
     count: Count = Field(description="largest number of groups")
     least: Count = Field(default=1, description="smallest number of groups")
     tokens: Count | None = Field(default=None, description="largest number of tokens of all groups")
-    least_version: int | None = Field(default=None, description="oldest policy version that is not dropped")
+    least_version: Version | None = Field(
+        default=None, description="oldest policy version that is not dropped"
+    )
     lease_s: Seconds = Field(default=600.0, description="seconds until unfinished groups go back")
     wait_s: Seconds = Field(default=60.0, description="seconds to wait for groups")
 
@@ -82,9 +98,11 @@ class Done(_Request):
     """Complete groups of a lease, with the stage's columns written."""
 
     stream: Name = Field(description="stream of the groups")
-    lease: int = Field(description="lease of the groups")
-    version: int | None = Field(default=None, description="version of the policy that sampled the columns")
-    segment: int | None = Field(default=None, description="segment with the columns")
+    lease: Place = Field(description="lease of the groups")
+    version: Version | None = Field(
+        default=None, description="version of the policy that sampled the columns"
+    )
+    segment: Place | None = Field(default=None, description="segment with the columns")
 
 
 class TakeRows(_Request):
@@ -107,9 +125,13 @@ class SampledRow(_Request):
 
     row: Number = Field(description="number of the row in the answer of take")
     version: Number = Field(description="version of the weights that sampled every token")
-    tokens: list[Annotated[int, Field(strict=True)]] = Field(description="sampled tokens, without the prompt")
+    tokens: list[Token] = Field(
+        max_length=2**20, fail_fast=True, description="sampled tokens, without the prompt"
+    )
     logprobs: list[float | None] = Field(
-        description="log probability of each sampled token in the whole vocabulary, after temperature"
+        max_length=2**20,
+        fail_fast=True,
+        description="log probability of each sampled token in the whole vocabulary, after temperature",
     )
     finish: Literal["stop", "length"] = Field(description="whether a stop or max_tokens ended the row")
 
@@ -118,14 +140,16 @@ class PutRows(_Request):
     """Put sampled rows of a lease; all of them are accepted, or none."""
 
     lease: str = Field(max_length=40, description="lease of the rows")
-    rows: Annotated[list[SampledRow], Field(min_length=1, max_length=4_096)] = Field(description="the rows")
+    rows: Annotated[list[SampledRow], Field(min_length=1, max_length=4_096, fail_fast=True)] = Field(
+        description="the rows"
+    )
 
 
 class Return(_Request):
     """Release a lease's groups without completing them."""
 
     stream: Name = Field(description="stream of the groups")
-    lease: int = Field(description="lease to end")
+    lease: Place = Field(description="lease to end")
 
 
 class Drop(_Request):
@@ -148,14 +172,16 @@ class Publish(_Request):
     """Publish the files of the next version of the weights."""
 
     files: list[Annotated[str, Field(max_length=120)]] = Field(
-        min_length=1, max_length=4_096, description="names of the files that were put"
+        min_length=1, max_length=4_096, fail_fast=True, description="names of the files that were put"
     )
 
 
 class Fetch(_Request):
     """Fetch columns of cells in this process's store."""
 
-    columns: list[str] = Field(max_length=MAX_COLUMNS, description="columns that one writer has written")
+    columns: list[LongName] = Field(
+        max_length=MAX_COLUMNS, fail_fast=True, description="columns that one writer has written"
+    )
 
 
 class Join(_Request):
@@ -167,9 +193,9 @@ class Join(_Request):
 class Keep(_Request):
     """From a table: keep the groups in a segment, which have begun or are done."""
 
-    segment: int | None = Field(description="segment with the columns")
+    segment: Place | None = Field(description="segment with the columns")
     holder: str = Field(max_length=100, description="holder that wrote the columns")
-    columns: dict[str, ColumnType] = Field(description="required columns")
+    columns: Columns = Field(description="required columns")
 
 
 class Clear(_Request):

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.errors import RillflowError, StreamError
+from rillflow.serving.body_limit import BodyLimit, within_s
 from rillflow.serving.http_body import Declined
 from rillflow.workers.wire import HEAD_BYTES, Message, WireError, head_of, message_of, packed
 from rillflow_service.access import write_private
-from rillflow_service.body_limit import BodyLimit, within_s
 from rillflow_service.plane import Plane
 from rillflow_service.remote_store import RemoteStore
 from rillflow_service.requests import Hello, Join, Kind, raised, sentences

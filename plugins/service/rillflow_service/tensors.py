@@ -68,7 +68,7 @@ def decoded(
         says = json.loads(header.pop("__metadata__", {}).get(REQUEST, "{}"))
         entries = _ENTRIES.validate_python(header)
     except (ValidationError, ValueError, RecursionError, AttributeError, TypeError) as error:
-        raise WireError(f"the header of the body cannot be read: {error}") from None
+        raise WireError(f"the header of the body cannot be read: {str(error)[:300]}") from None
     if not isinstance(says, dict):
         raise WireError("the request in the body's metadata is not a JSON object")
     arrays: dict[str, NDArray[Any]] = {}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from plugins.service.tests.test_bad_frames import answer, connected, frame
-from rillflow.serving.http_body import Declined
-from rillflow_service import body_limit
-from rillflow_service.body_limit import SMALL_BYTES, BodyLimit
+from rillflow.serving import body_limit
+from rillflow.serving.body_limit import BodyLimit
+from rillflow.serving.http_body import SMALL_BYTES, Declined
 from rillflow_service.client import Client
 from rillflow_service.requests import Kind
 

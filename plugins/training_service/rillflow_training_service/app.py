@@ -21,12 +21,14 @@ from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
 from rillflow.errors import DataError, RillflowError
-from rillflow.serving.http_body import Declined, body_of, checked_request, json_object
+from rillflow.serving.http_body import Declined, checked_request, json_object
+from rillflow.serving.request_reader import HeldRoom, RequestReader
 from rillflow_training_service import requests
 from rillflow_training_service.checkpoints import About, CheckpointPath, Kind, expiry, now
 from rillflow_training_service.datums import read_pass
@@ -49,8 +51,14 @@ POLL_S = 25.0
 """Longest wait for a result in one request; clients allow 45 s."""
 SWEEP_S = 5.0
 """Seconds between two looks for silent clients."""
-MOST_BYTES = 2**26
-"""Largest body. Clients send at most 5 MB of a batch in one request."""
+PASS_BYTES = 2**25
+"""Largest ``forward_backward``. Clients send at most 5 MB of a batch in one request."""
+SAMPLE_BYTES = 2**24
+"""Largest ``asample``: a prompt of a million tokens."""
+TELEMETRY_BYTES = 2**20
+"""Largest telemetry, which is not parsed."""
+OTHER_BYTES = 2**16
+"""Largest body of the other requests; it is parsed in the event loop, in a few milliseconds."""
 logger = logging.getLogger(__name__)
 _PREFIX = "tml-"
 """Prefix that the client demands of its API key."""
@@ -80,13 +88,14 @@ class App:
     ) -> None:
         self._service, self._thread = service, thread
         self._names, self._source, self._token, self._door = names, source, token, door
-        self.sessions = Sessions(self._release)
+        self.sessions, self._reader = Sessions(self._release), RequestReader(PASS_BYTES)
         self._listing = Listing(
-            self.sessions, service.checkpoints, [*sorted(names)], service.base.model.context
+            self.sessions, service.checkpoints, [*sorted(names)], service.base.model.context, self._reader
         )
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
+        sizes = {"forward_backward": PASS_BYTES, "asample": SAMPLE_BYTES, "telemetry": TELEMETRY_BYTES}
         futures: dict[str, Callable[[bytes], Awaitable[Future]]] = {
             "create_model": self._create_model,
             "unload_model": self._unload_model,
@@ -109,10 +118,9 @@ class App:
             "cancel_future": self._cancel,
         }
         routes = [
-            Route(f"/api/v1/{name}", self._future(each), methods=["POST"]) for name, each in futures.items()
-        ]
-        routes += [
-            Route(f"/api/v1/{name}", self._plain(each), methods=["POST"]) for name, each in posts.items()
+            Route(f"/api/v1/{name}", answer(each, sizes.get(name, OTHER_BYTES)), methods=["POST"])
+            for answer, every in ((self._future, futures), (self._plain, posts))
+            for name, each in every.items()
         ]
         routes += [
             Route("/api/v1/healthz", self._healthz, methods=["GET"]),
@@ -122,7 +130,8 @@ class App:
         ]
         unknown = self._guarded(self._unknown)
         routes += [Route("/api/v1/{rest:path}", unknown, methods=["GET", "POST", "PUT", "DELETE"])]
-        return Starlette(routes=[*routes, Mount("/", app=self._door)], lifespan=self._sweeping)
+        routes.append(Mount("/", app=self._door))
+        return Starlette(routes=routes, middleware=[Middleware(HeldRoom)], lifespan=self._sweeping)
 
     @asynccontextmanager
     async def _sweeping(self, app: Starlette) -> AsyncIterator[None]:
@@ -176,19 +185,17 @@ class App:
                 401, "the API key is wrong", fix=f"set TINKER_API_KEY to {_PREFIX} and the server's token"
             )
 
-    def _plain(self, operation: Callable[[bytes], Awaitable[Any]]) -> Callable[[Request], Any]:
+    def _plain(self, operation: Callable[[bytes], Awaitable[Any]], most: int) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
-            return JSONResponse(await operation(bytes(await body_of(request, MOST_BYTES))))
+            return JSONResponse(await operation(await self._reader.body(request, most)))
 
         return self._guarded(answer)
 
-    def _future(self, operation: Callable[[bytes], Awaitable[Future]]) -> Callable[[Request], Any]:
+    def _future(self, operation: Callable[[bytes], Awaitable[Future]], most: int) -> Callable[[Request], Any]:
         """Return the endpoint of an operation with a future; its error is the future's result."""
 
         async def answer(request: Request) -> Response:
-            if request.headers.get("content-encoding", "identity") != "identity":
-                raise Declined(415, "the body is compressed", "client/config tells clients not to compress")
-            body = bytes(await body_of(request, MOST_BYTES))
+            body = await self._reader.body(request, most)
             try:
                 future = await operation(body)
             except Declined:
@@ -208,7 +215,7 @@ class App:
         return self._guarded(answer)
 
     async def _retrieve(self, request: Request) -> Response:
-        body = bytes(await body_of(request, MOST_BYTES))
+        body = await self._reader.body(request, OTHER_BYTES)
         future = self.sessions.future(checked(requests.OfFuture, body).request_id)
         with suppress(TimeoutError):
             await asyncio.wait_for(future.done.wait(), POLL_S)
@@ -256,7 +263,7 @@ class App:
 
     async def _finish(self, request: Request) -> Response:
         session = self.sessions.hear(request.path_params["name"])
-        asked = checked(requests.FinishSession, bytes(await body_of(request, MOST_BYTES)))
+        asked = checked(requests.FinishSession, await self._reader.body(request, OTHER_BYTES))
         self.sessions.end(
             session, f"its client finished it{': ' if asked.detail else ''}{asked.detail or ''}"
         )
@@ -328,7 +335,7 @@ class App:
         return self.sessions.admit(session, f"{asked.model_id}:unload", body, lambda each: each.finish(told))
 
     async def _forward_backward(self, body: bytes) -> Future:
-        asked = await to_thread(read_pass, body)
+        asked = await self._reader.parsed(read_pass, body)
         model = self.sessions.model(asked.model_id)
         return self._in_order(model, asked.seq_id, body, partial(self._service.forward_backward, asked))
 
@@ -420,7 +427,7 @@ class App:
         return {"type": "join_sampling_session", "client_counter": session.clones}
 
     async def _sample(self, body: bytes) -> Future:
-        asked = await to_thread(checked, requests.SampleBody, body)
+        asked = await self._reader.parsed(partial(checked, requests.SampleBody), body)
         sampler = self.sessions.sampler(asked.sampling_session_id or "")
         name = f"{sampler.name}:{asked.seq_id}"
 
@@ -478,4 +485,4 @@ def checked(kind: type[requests.R], body: bytes) -> requests.R:
     Raises:
         StreamError: the body is not JSON, or a value is invalid.
     """
-    return checked_request(kind, json_object(bytearray(body)))
+    return checked_request(kind, json_object(body))

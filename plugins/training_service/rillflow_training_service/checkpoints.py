@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -34,6 +36,10 @@ Kind = Literal["weights", "sampler_weights"]
 KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler"}
 """The client's names of the kinds."""
 ABOUT, MOMENTS_FILE = "checkpoint.json", "optimizer.safetensors"
+MOST_ABOUT_BYTES = 2**20
+"""Largest ``checkpoint.json``: 256 facts of a client, each of at most 1,000 characters."""
+DAMAGED = "damaged"
+"""Key of the metadata of a listed checkpoint that cannot be read, with the reason."""
 _SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -94,6 +100,9 @@ class About:
     def is_expired(self) -> bool:
         """Whether its time to live has passed, so that it may be deleted."""
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) < datetime.now(UTC)
+
+
+_ABOUT = TypeAdapter(About)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -221,22 +230,37 @@ class Checkpoints:
         Raises:
             DataError: there is no such checkpoint, or its file cannot be read.
         """
+        file = self.folder(path) / ABOUT
         try:
-            said: dict[str, Any] = json.loads((self.folder(path) / ABOUT).read_bytes())
-            return About(**{**said, "shape": Shape(**said["shape"])})
+            if file.exists() and not (file.is_file() and file.stat().st_size <= MOST_ABOUT_BYTES):
+                raise ValueError(f"{ABOUT} is not a file of at most {MOST_ABOUT_BYTES:,} bytes")
+            about = _ABOUT.validate_json(file.read_bytes(), strict=True)
+            for time in filter(None, (about.time, about.expires_at)):
+                if datetime.fromisoformat(time).tzinfo is None:
+                    raise ValueError(f"{time!r} is a time without a zone")
+            return about
         except FileNotFoundError:
             raise DataError(
                 f"there is no checkpoint {path}",
                 why=f"{self.root} has {', '.join(map(str, self.paths()[:4])) or 'no checkpoint'}",
                 fix="use the path that save_state returned, and the same --checkpoints directory",
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"the checkpoint {path} cannot be read", why=str(error)) from error
+        except (OSError, ValueError) as error:
+            why = " ".join(str(error).split())[:300]
+            fix = "restore the file, or delete the checkpoint"
+            raise DataError(f"the checkpoint {path} cannot be read", why=why, fix=fix) from error
+
+    def newest(self, paths: list[CheckpointPath]) -> About | None:
+        """Return the facts about the newest readable checkpoint of some, the oldest first; None without."""
+        for path in reversed(paths):
+            with suppress(DataError):
+                return self.about(path)
+        return None
 
     def paths(self, model: str | None = None) -> list[CheckpointPath]:
         """Return the checkpoints of a model, or all, the oldest first."""
         pattern = f"{'*' if model is None else quote(model, safe='')}/*/*/{ABOUT}"
-        found = sorted(self.root.glob(pattern), key=lambda each: each.stat().st_mtime)
+        found = sorted(self.root.glob(pattern), key=_changed_s)
         there = [each for each in found if each.parts[-3] in KINDS and _NAME.fullmatch(each.parts[-2])]
         return [
             CheckpointPath(
@@ -248,17 +272,23 @@ class Checkpoints:
         ]
 
     def told(self, path: CheckpointPath) -> dict[str, Any]:
-        """Return a checkpoint as the API tells it."""
-        about, folder = self.about(path), self.folder(path)
+        """Return a checkpoint as the API tells it; a damaged one has the reason in its metadata."""
+        folder = self.folder(path)
+        try:
+            about = self.about(path)
+            time, more, expires_at = about.time, about.user_metadata, about.expires_at
+        except DataError as error:
+            time, expires_at = datetime.fromtimestamp(_changed_s(folder / ABOUT), UTC).isoformat(), None
+            more = {DAMAGED: f"{error.what}: {error.why}"}
         return {
             "checkpoint_id": f"{path.kind}/{path.name}",
             "checkpoint_type": KINDS[path.kind],
-            "time": about.time,
+            "time": time,
             "tinker_path": str(path),
-            "size_bytes": sum(each.stat().st_size for each in folder.iterdir()),
+            "size_bytes": sum(map(_size_of, folder.glob("*"))),
             "public": False,
-            "user_metadata": about.user_metadata or None,
-            "expires_at": about.expires_at,
+            "user_metadata": more or None,
+            "expires_at": expires_at,
         }
 
     def delete(self, path: CheckpointPath) -> None:
@@ -267,14 +297,16 @@ class Checkpoints:
         Raises:
             DataError: there is none.
         """
-        self.about(path)
+        if not self.folder(path).is_dir():
+            self.about(path)  # names the checkpoints that are there
         shutil.rmtree(self.folder(path), ignore_errors=True)
 
     def delete_expired(self) -> None:
-        """Delete the checkpoints whose time is over."""
+        """Delete the checkpoints whose time is over; one that cannot be read stays."""
         for path in self.paths():
-            if self.about(path).is_expired:
-                self.delete(path)
+            with suppress(DataError):
+                if self.about(path).is_expired:
+                    self.delete(path)
 
     def expire(self, path: CheckpointPath, ttl_s: int | None) -> None:
         """Change when a checkpoint may be deleted.
@@ -284,6 +316,21 @@ class Checkpoints:
         """
         said = {**asdict(self.about(path)), "expires_at": expiry(ttl_s)}
         (self.folder(path) / ABOUT).write_text(json.dumps(said, indent=2) + "\n")
+
+
+def _changed_s(file: Path) -> float:
+    """Return when a file was changed; 0 if it is gone, because another request deletes it."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def now() -> str:

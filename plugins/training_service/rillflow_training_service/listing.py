@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import io
+import os
 import tarfile
+import tempfile
 from asyncio import to_thread
 from collections.abc import Callable
 from typing import Any
 
+from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from rillflow.errors import DataError
-from rillflow.serving.http_body import Declined, body_of, checked_request, json_object
+from rillflow.serving.http_body import Declined, checked_request, json_object
+from rillflow.serving.request_reader import RequestReader
 from rillflow_training_service import requests
-from rillflow_training_service.checkpoints import CheckpointPath, Checkpoints
+from rillflow_training_service.checkpoints import CheckpointPath, Checkpoints, now
 from rillflow_training_service.sessions import Model, Sessions, listed
 
-_MOST = 2**20
+_MOST_BYTES = 2**16
+"""Largest body of a request here."""
 
 
 class Listing:
@@ -29,10 +33,19 @@ class Listing:
         checkpoints: the checkpoints.
         names: names of the base model.
         context: longest row in tokens.
+        reader: reads the bodies of requests.
     """
 
-    def __init__(self, sessions: Sessions, checkpoints: Checkpoints, names: list[str], context: int) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        checkpoints: Checkpoints,
+        names: list[str],
+        context: int,
+        reader: RequestReader,
+    ) -> None:
         self._sessions, self._checkpoints, self._names, self._context = sessions, checkpoints, names, context
+        self._reader = reader
 
     def routes(self, guarded: Callable[..., Any]) -> list[Route]:
         """Return the routes."""
@@ -81,12 +94,11 @@ class Listing:
     async def _runs(self, request: Request) -> Response:
         models = [each for session in self._sessions.all.values() for each in session.models.values()]
         known = {each.name for each in models}
-        found = [await self._told(each) for each in models]
         paths = await to_thread(self._checkpoints.paths)
         older = dict.fromkeys(each.model for each in paths if each.model not in known)
-        found += [await self._of_disk(name) for name in older]
-        page, cursor = listed(found, request.query_params)
-        return JSONResponse({"training_runs": page, "cursor": cursor})
+        page, cursor = listed([*models, *older], request.query_params)
+        told = [await (self._told(one) if isinstance(one, Model) else self._of_disk(one)) for one in page]
+        return JSONResponse({"training_runs": told, "cursor": cursor})
 
     async def _run(self, request: Request) -> Response:
         name = request.path_params["run"]
@@ -113,14 +125,14 @@ class Listing:
         paths = await to_thread(self._checkpoints.paths, name)
         if not paths:
             raise Declined(404, f"there is no training run {name[:120]!r}")
-        about = await to_thread(self._checkpoints.about, paths[-1])
+        about = await to_thread(self._checkpoints.newest, paths)
         return {
             "training_run_id": name,
-            "base_model": about.base_model,
+            "base_model": "" if about is None else about.base_model,
             "model_owner": "local",
             "is_lora": True,
-            "lora_rank": about.shape.rank,
-            "last_request_time": about.time,
+            "lora_rank": None if about is None else about.shape.rank,
+            "last_request_time": now() if about is None else about.time,
             **await self._last(name),
         }
 
@@ -145,7 +157,7 @@ class Listing:
         return JSONResponse({"checkpoints": told, "cursor": cursor})
 
     async def _weights_info(self, request: Request) -> Response:
-        asked = checked_request(requests.OfPath, json_object(await body_of(request, _MOST)))
+        asked = await self._read(requests.OfPath, request)
         about = await to_thread(self._checkpoints.about, CheckpointPath.parsed(asked.tinker_path))
         shape = about.shape
         return JSONResponse(
@@ -164,22 +176,29 @@ class Listing:
         return Response(status_code=204)
 
     async def _expire(self, request: Request) -> Response:
-        asked = checked_request(requests.Expiry, json_object(await body_of(request, _MOST)))
+        asked = await self._read(requests.Expiry, request)
         await to_thread(self._checkpoints.expire, _path(request), asked.ttl_seconds)
         return Response(status_code=204)
 
     async def _archive(self, request: Request) -> Response:
         path = _path(request)
         await to_thread(self._checkpoints.about, path)
-        return Response(await to_thread(self._packed, path), media_type="application/x-tar")
+        packed = await to_thread(self._packed, path)
+        return FileResponse(
+            packed, media_type="application/x-tar", background=BackgroundTask(os.unlink, packed)
+        )
 
-    def _packed(self, path: CheckpointPath) -> bytes:
-        """Return a checkpoint as a tar archive."""
-        written = io.BytesIO()
-        with tarfile.open(fileobj=written, mode="w") as archive:
-            for file in sorted(self._checkpoints.folder(path).iterdir()):
-                archive.add(file, arcname=file.name)
-        return written.getvalue()
+    def _packed(self, path: CheckpointPath) -> str:
+        """Write a checkpoint as a tar archive, and return the path of the archive."""
+        with tempfile.NamedTemporaryFile(suffix=".tar", delete=False) as written:
+            with tarfile.open(fileobj=written, mode="w") as archive:
+                for file in sorted(self._checkpoints.folder(path).iterdir()):
+                    archive.add(file, arcname=file.name)
+            return written.name
+
+    async def _read(self, kind: type[requests.R], request: Request) -> requests.R:
+        """Return a request of this kind."""
+        return checked_request(kind, json_object(await self._reader.body(request, _MOST_BYTES)))
 
 
 def _path(request: Request) -> CheckpointPath:

@@ -1,19 +1,50 @@
-"""Requests: the JSON bodies of the Tinker API; fields that the service does not use are ignored."""
+"""Requests: the JSON bodies of the Tinker API; fields that the service does not use are ignored.
+
+Every field has a bound; ``rillflow.serving.request_fields`` says why.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rillflow.models.locate import MOST_RANK
+from rillflow.rollout.config import MOST_TOP_K, Temperature
+from rillflow.serving.request_fields import WHOLE, Free, Name, Notes, Text
 from rillflow_training_service.tenant import AdamParams
+
+MOST_SAMPLES = 1024
+"""Largest ``num_samples`` of a request."""
+MOST_STOPS, LONGEST_STOP, MOST_STOP_TOKENS = 16, 1_000, 1_024
+"""Most stop texts, characters of one, and stop tokens: every pass looks for all of them."""
+MOST_TTL_S = 10**9
+"""Largest time to live of a checkpoint, 31 years; later dates have no calendar."""
+LARGEST_SETTING = 1e6
+"""Largest setting of an optimiser step, larger than any that trains."""
+Number = Annotated[int, Field(ge=0, le=WHOLE)]
+"""A number that a client counts, such as a sequence number."""
+Setting = Annotated[float, Field(ge=0, le=LARGEST_SETTING)]
+"""A setting of an optimiser step."""
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Decay of a moment."""
+Lifetime = Annotated[int, Field(gt=0, le=MOST_TTL_S)]
+"""Seconds until a checkpoint may be deleted."""
+Reserved = Annotated[int, Field(ge=0, le=2**31)]
+"""A count that is not served unless it is 0."""
+Facts = Annotated[dict[Name, Name], Field(max_length=256)]
+"""Facts that a client adds to a checkpoint."""
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+"""A stop text."""
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+"""A token; the model's vocabulary is checked later."""
 
 
 class Request(BaseModel):
     """A request."""
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), strict=True, allow_inf_nan=False)
 
 
 R = TypeVar("R", bound=Request)
@@ -22,19 +53,19 @@ R = TypeVar("R", bound=Request)
 class CreateSession(Request):
     """Begin a session."""
 
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Notes | None = None
 
 
 class OfSession(Request):
     """A request about a session."""
 
-    session_id: str
+    session_id: Name
 
 
 class LoraConfig(Request):
     """The adapter of a new model."""
 
-    rank: int
+    rank: Annotated[int, Field(ge=1, le=MOST_RANK)]
     seed: int | None = Field(None, ge=0, lt=2**63)
     train_unembed: bool = True
     train_mlp: bool = True
@@ -44,15 +75,15 @@ class LoraConfig(Request):
 class OptimizerKind(Request):
     """The kind of optimiser."""
 
-    type: str = "adamw"
+    type: Name = "adamw"
 
 
 class CreateModel(OfSession):
     """Create a trained model."""
 
-    model_seq_id: int = Field(ge=0)
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
+    model_seq_id: Number
+    base_model: Name
+    user_metadata: Notes | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerKind = OptimizerKind()
 
@@ -60,24 +91,24 @@ class CreateModel(OfSession):
 class OfModel(Request):
     """A request about a model."""
 
-    model_id: str
+    model_id: Name
 
 
 class InOrder(OfModel):
     """A request with its place among the model's requests."""
 
-    seq_id: int = Field(ge=1)
+    seq_id: Annotated[int, Field(ge=1, le=WHOLE)]
 
 
 class Adam(Request):
     """Settings of an optimiser step. The client sends null for a number that is not finite."""
 
-    learning_rate: float | None = AdamParams.learning_rate
-    beta1: float | None = AdamParams.beta1
-    beta2: float | None = AdamParams.beta2
-    eps: float | None = AdamParams.eps
-    weight_decay: float | None = AdamParams.weight_decay
-    grad_clip_norm: float | None = AdamParams.grad_clip_norm
+    learning_rate: Setting | None = AdamParams.learning_rate
+    beta1: Decay | None = AdamParams.beta1
+    beta2: Decay | None = AdamParams.beta2
+    eps: Setting | None = AdamParams.eps
+    weight_decay: Setting | None = AdamParams.weight_decay
+    grad_clip_norm: Annotated[float, Field(ge=0, le=1e30)] | None = AdamParams.grad_clip_norm
 
     @property
     def params(self) -> AdamParams:
@@ -94,89 +125,105 @@ class OptimStep(InOrder):
 class SaveWeights(InOrder):
     """Write a checkpoint, or keep weights for sampling if there is no path."""
 
-    path: str | None = None
-    ttl_seconds: int | None = Field(None, gt=0)
+    path: Name | None = None
+    ttl_seconds: Lifetime | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
-    sampling_session_seq_id: int | None = None
+    user_metadata: Facts | None = None
+    sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
 class LoadWeights(Request):
     """Load a checkpoint into a model, or create a model from it."""
 
-    model_id: str | None = None
-    seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = None
-    base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
-    path: str
+    model_id: Name | None = None
+    seq_id: Number | None = None
+    session_id: Name | None = None
+    model_seq_id: Number | None = None
+    base_model: Name | None = None
+    user_metadata: Notes | None = None
+    path: Name
     optimizer: bool = False
 
 
 class CreateSamplingSession(OfSession):
     """Sample from a checkpoint, or from the base."""
 
-    sampling_session_seq_id: int
-    base_model: str | None = None
-    model_path: str | None = None
+    sampling_session_seq_id: Number
+    base_model: Name | None = None
+    model_path: Name | None = None
 
 
 class OfSampler(Request):
     """A request about a sampling session."""
 
-    sampling_session_id: str
+    sampling_session_id: Name
 
 
 class TextChunk(Request):
     """Tokens of a prompt."""
 
-    type: str = "encoded_text"
-    tokens: list[int] = Field(default_factory=list)
+    type: Name = "encoded_text"
+    tokens: list[Token] = Field(default_factory=list, max_length=2**20, fail_fast=True)
 
 
 class Prompt(Request):
     """A prompt."""
 
-    chunks: list[TextChunk]
+    chunks: list[TextChunk] = Field(max_length=2**12, fail_fast=True)
+
+
+class SamplingParams(Request):
+    """How rows are sampled; checked when the request is begun, so that its error is the future's result."""
+
+    temperature: Annotated[Temperature, Field(le=100)] | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MOST_TOP_K)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: (
+        StopText
+        | Annotated[list[StopText], Field(max_length=MOST_STOPS, fail_fast=True)]
+        | Annotated[list[Token], Field(max_length=MOST_STOP_TOKENS, fail_fast=True)]
+        | None
+    ) = None
 
 
 class SampleBody(Request):
     """Sample from a prompt."""
 
-    sampling_session_id: str | None = None
-    seq_id: int | None = None
-    num_samples: int = Field(1, ge=1)
+    sampling_session_id: Name | None = None
+    seq_id: Number | None = None
+    num_samples: int = Field(1, ge=1, le=MOST_SAMPLES)
     prompt: Prompt
-    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    sampling_params: Notes = Field(default_factory=dict)
     prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: int | None = Field(None, ge=1)
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = Field(None, ge=1, lt=2**31)
+    topk_prompt_logprobs: Reserved = 0
+    topk_sample_logprobs: Reserved = 0
+    target_prompt_logprobs: Free = None
+    prompt_alt_tokens_k: Reserved = 0
 
 
 class OfFuture(Request):
     """A request about a future."""
 
-    request_id: str
+    request_id: Name
 
 
 class OfPath(Request):
     """A request about a checkpoint."""
 
-    tinker_path: str
+    tinker_path: Name
 
 
 class Expiry(Request):
     """Change when a checkpoint may be deleted."""
 
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: Lifetime | None = None
 
 
 class FinishSession(Request):
     """End a session."""
 
-    detail: str | None = None
+    detail: Text | None = None

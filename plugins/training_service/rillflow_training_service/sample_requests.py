@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rillflow.errors import DataError, RillflowError
 from rillflow.records.rollout import Rollout
+from rillflow.serving.http_body import checked_request
 from rillflow_training_service.checkpoints import CheckpointPath
-from rillflow_training_service.requests import SampleBody
+from rillflow_training_service.requests import SampleBody, SamplingParams
 from rillflow_training_service.sampling import (
-    MOST_SAMPLES,
     SampleRequest,
     Snapshot,
     sampling_of,
@@ -76,11 +76,9 @@ class Sampling:
         if odd:
             raise DataError(f"the prompt has a chunk of type {odd[0]}", why="the model reads tokens only")
         prompt = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
-        if not 1 <= asked.num_samples <= MOST_SAMPLES:
-            raise DataError(f"num_samples is {asked.num_samples}", why=f"it is from 1 to {MOST_SAMPLES:,}")
         room = self.service.base.model.context - len(prompt)
-        sampling = sampling_of(asked.sampling_params, room)
-        seed = asked.sampling_params.get("seed")
+        params = checked_request(SamplingParams, asked.sampling_params)
+        sampling, seed = sampling_of(params, room), params.seed
         key = f"{self.sampler.random_key} {asked.seq_id}" if seed is None else f"seed {seed} {prompt}"
         last = asked.prompt_logprobs_last_n
         if last is not None and not 1 <= last < len(prompt):
@@ -93,7 +91,7 @@ class Sampling:
             prompt=prompt,
             count=asked.num_samples,
             sampling=sampling,
-            stop=stop_of(asked.sampling_params.get("stop")),
+            stop=stop_of(params),
             wants_prompt=(last or 0) if asked.prompt_logprobs else None,
             random_key=key,
             tell=self._ended,

@@ -1,10 +1,10 @@
 """Sampling: rows of many requests in one pass, with the weights of one snapshot at a time.
 
     requests of a snapshot ─ rows ─> Batcher ─ EngineQueue ─ NativeEngine: all of them in each pass
-    another snapshot ──────────────> Batcher of its own; both take turns of ``SLICE_S``
+    another snapshot ──────────────> Batcher of its own; all take turns, together ``SLICE_S``
 
 consumes      sampling requests, until their rows have ended or their clients have left
-waits for     nothing: ``turn`` runs passes for at most ``SLICE_S``
+waits for     nothing: ``turn`` runs passes for a part of ``SLICE_S``; beyond ``MOST_BATCHERS`` requests wait
 produces      the answer of each request, or its error
 shuts down    with its last row the engine goes back to the pool, and its KV cache is freed
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from rillflow.config.load import validate
-from rillflow.errors import DataError, RillflowError, StreamError
+from rillflow.errors import RillflowError, StreamError
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
@@ -38,13 +38,14 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
+from rillflow_training_service.requests import SamplingParams
 from rillflow_training_service.shared_base import Shape, SharedBase
 
 logger = logging.getLogger(__name__)
 SLICE_S = 0.5
-"""Longest time of a turn, after which another client's work runs."""
-MOST_SAMPLES = 1024
-"""Largest ``num_samples`` of a request."""
+"""Longest time of one turn of all batches, after which other work runs."""
+MOST_BATCHERS = 8
+"""Snapshots and stops that are sampled in turns; more wait until one has no rows left."""
 _IDLE_ENGINES = 4
 """Engines without rows that are kept for the next requests."""
 
@@ -113,7 +114,7 @@ class SampleRequest:
             self.tell(told)
 
 
-def sampling_of(given: Mapping[str, Any], room: int) -> SamplingConfig:
+def sampling_of(given: SamplingParams, room: int) -> SamplingConfig:
     """Return the settings of a request.
 
     Args:
@@ -123,29 +124,22 @@ def sampling_of(given: Mapping[str, Any], room: int) -> SamplingConfig:
     Raises:
         ConfigError: a value is out of range.
     """
-    asked = {name: given[name] for name in ("temperature", "top_p") if given.get(name) is not None}
-    top_k, most = given.get("top_k"), given.get("max_tokens")
-    if top_k is not None and top_k != -1:
-        asked["top_k"] = top_k
-    asked["max_tokens"] = max(room, 1) if most is None else most
-    return validate(SamplingConfig, asked, "sampling_params")
+    asked = given.model_dump(include={"temperature", "top_p", "top_k", "max_tokens"}, exclude_none=True)
+    if asked.get("top_k") == -1:
+        del asked["top_k"]
+    return validate(SamplingConfig, {"max_tokens": max(room, 1), **asked}, "sampling_params")
 
 
-def stop_of(given: object) -> Stop:
-    """Return what ends a row, from ``SamplingParams.stop``: None, a text, texts or tokens.
-
-    Raises:
-        DataError: it is something else.
-    """
-    if given is None:
+def stop_of(given: SamplingParams) -> Stop:
+    """Return what ends a row, from ``stop``: None, a text, texts or tokens."""
+    stop = given.stop
+    if stop is None:
         return Stop()
-    if isinstance(given, str):
-        given = [given]
-    if isinstance(given, list) and all(isinstance(each, str) and each for each in given):
-        return Stop(texts=tuple(sorted(given)), is_default=False)
-    if isinstance(given, list) and all(isinstance(each, int) and each >= 0 for each in given):
-        return Stop(tokens=tuple(sorted(given)), is_default=False)
-    raise DataError(f"stop is {str(given)[:80]}", why="it is a text, a list of texts, or a list of tokens")
+    if isinstance(stop, str):
+        return Stop(texts=(stop,), is_default=False)
+    texts = tuple(sorted(each for each in stop if isinstance(each, str)))
+    tokens = tuple(sorted(each for each in stop if isinstance(each, int)))
+    return Stop(texts=texts, tokens=tokens, is_default=False)
 
 
 class SnapshotSampler:
@@ -159,6 +153,7 @@ class SnapshotSampler:
     def __init__(self, base: SharedBase, *, max_rows: int) -> None:
         self._base, self._max_rows = base, max_rows
         self._batchers: dict[tuple[str, Stop], Batcher] = {}
+        self._waiting: dict[tuple[str, Stop], deque[tuple[Snapshot, SampleRequest]]] = {}
         self._idle: dict[tuple[Shape | None, Stop], list[EngineQueue]] = defaultdict(list)
         self._order = deque[tuple[Shape | None, Stop]]()
         self._loaded = 0
@@ -171,6 +166,9 @@ class SnapshotSampler:
     def put(self, snapshot: Snapshot, request: SampleRequest) -> None:
         """Begin a request."""
         key = snapshot.key, request.stop
+        if key not in self._batchers and len(self._batchers) >= MOST_BATCHERS:
+            self._waiting.setdefault(key, deque()).append((snapshot, request))
+            return
         if key not in self._batchers:
             queue = self._engine(snapshot.shape, request.stop)
             self._loaded += 1
@@ -188,7 +186,8 @@ class SnapshotSampler:
         Raises:
             Exception: the engine is broken; its requests were told.
         """
-        batcher, until = self._batchers[key], time.monotonic() + SLICE_S
+        slice_s = SLICE_S / len(self._batchers)  # a turn of all of them takes as long as one alone
+        batcher, until = self._batchers[key], time.monotonic() + slice_s
         try:
             while True:
                 between()
@@ -204,15 +203,28 @@ class SnapshotSampler:
             del self._batchers[key]
             why = f"{type(error).__name__}: {error}"
             batcher.fail(StreamError("the engine failed", why, "read the server's log"))
+            self._begin_waiting()
             raise
         del self._batchers[key]
         self._keep((batcher.snapshot.shape, key[1]), batcher.queue)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Begin the requests of the snapshot and stop that have waited longest."""
+        if self._waiting and len(self._batchers) < MOST_BATCHERS:
+            for snapshot, request in self._waiting.pop(next(iter(self._waiting))):
+                if not request.is_left:
+                    self.put(snapshot, request)
 
     def fail(self, error: RillflowError) -> None:
         """End every request with this error."""
         for batcher in self._batchers.values():
             batcher.fail(error)
+        for waiting in self._waiting.values():
+            for _, request in waiting:
+                request.finish(error)
         self._batchers.clear()
+        self._waiting.clear()
 
     def wake(self) -> None:
         """Remove the rows whose clients have left at the next turn."""

@@ -71,7 +71,7 @@ def opened(source: Path, *, token: str, max_rows: int, checkpoints: Path) -> Ope
         )
     base = SharedBase(model)
     usual = RolloutConfig(max_rows=max_rows)
-    queue = EngineQueue(native_engine(model, usual), model.tokenizer, max_rows=max_rows)
+    queue = EngineQueue(native_engine(model, usual), model.tokenizer, max_rows=max_rows, pauses=True)
     sampler = SnapshotSampler(base, max_rows=max_rows)
     thread = EngineThread(base, sampler, queue)
     visitor = NewRows(Encoder.of(model.tokenizer, TaskConfig(), model.context), usual)

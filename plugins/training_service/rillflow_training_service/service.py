@@ -62,12 +62,14 @@ class Service:
 
     def create(self, model: str, shape: Shape, seed: int) -> dict[str, Any]:
         """Create a trained model."""
+        self._require_room(shape)
         self._tenants[model] = Tenant.new(model, self.base, shape, seed)
         return {"model_id": model, "type": "create_model"}
 
     def create_from(self, model: str, path: CheckpointPath, *, optimizer: bool) -> dict[str, Any]:
         """Create a trained model from a checkpoint."""
         loaded = self.checkpoints.load(path, optimizer=optimizer)
+        self._require_room(loaded.about.shape)
         made = Tenant.new(model, self.base, loaded.about.shape, loaded.about.seed)
         made.load(loaded.weights, loaded.state)
         self._tenants[model] = made
@@ -174,6 +176,22 @@ class Service:
                 fix="create it again, or load a checkpoint: create_training_client_from_state",
             )
         return self._tenants[model]
+
+    def _require_room(self, shape: Shape) -> None:
+        """Refuse an adapter for which there is no memory left.
+
+        Raises:
+            DataError: the adapters of all clients would have too many parameters.
+        """
+        most = 2 * self.base.room
+        held = sum(each.numel() for tenant in self._tenants.values() for each in tenant.weights.values())
+        new = sum(size.numel() for size in self.base.names(shape).values())
+        if held + new > most:
+            raise DataError(
+                f"{len(self._tenants)} models with {held:,} parameters are trained, and this one has {new:,}",
+                why=f"the limit is {most:,}, because each parameter needs a gradient and two moments",
+                fix="unload models, or choose a smaller rank",
+            )
 
     def _prompt(self, snapshot: Snapshot, request: SampleRequest) -> Tensor:
         tokens = torch.tensor(request.prompt)

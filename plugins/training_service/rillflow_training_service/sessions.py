@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -32,6 +33,20 @@ EARLIER_S = 60.0
 """Longest wait of a request for one with a smaller sequence number that has not arrived."""
 KEPT_S = 900.0
 """Seconds that a result stays after it was delivered, in case that the client asks again."""
+KEPT_BYTES = 2**27
+"""Delivered results that stay; the oldest go first."""
+MOST_SESSIONS = 1024
+"""Sessions at once."""
+MOST_PARTS = 4096
+"""Models and sampling sessions of one session."""
+MOST_OPEN = 4096
+"""Requests of a session whose results were not fetched."""
+OPEN_BYTES = 2**28
+"""Results of a session that wait to be fetched."""
+MOST_LISTED = 1000
+"""Most entries of one page of a list."""
+MOST_FAILED = 1024
+"""Results of requests that belong to no session; the oldest go first."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -159,9 +174,17 @@ class Sessions:
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, SamplingSession] = {}
         self._futures: dict[str, tuple[ClientSession, Future]] = {}
+        self._kept, self._kept_bytes = deque[Future](), 0
 
     def open(self, name: str, metadata: dict[str, Any]) -> ClientSession:
-        """Begin a session."""
+        """Begin a session.
+
+        Raises:
+            Declined: there are too many.
+        """
+        if name and len(self.all) >= MOST_SESSIONS:
+            why = f"the limit is {MOST_SESSIONS:,}; one without a heartbeat for {HEARTBEAT_S:g} s ends"
+            raise Declined(429, f"there are {len(self.all):,} sessions", why, "finish sessions, or wait")
         found = self.all[name] = ClientSession(name=name, metadata=metadata, heard=self._clock())
         return found
 
@@ -181,6 +204,7 @@ class Sessions:
 
     def add_model(self, model: Model) -> None:
         """Add a model to its session."""
+        _require_few(model.session.models, "models")
         self._models[model.name] = model.session.models[model.name] = model
 
     def model(self, name: str) -> Model:
@@ -209,6 +233,7 @@ class Sessions:
 
     def add_sampler(self, sampler: SamplingSession) -> None:
         """Add a sampling session."""
+        _require_few(sampler.session.samplers, "sampling sessions")
         self._samplers[sampler.name] = sampler.session.samplers[sampler.name] = sampler
 
     def sampler(self, name: str) -> SamplingSession:
@@ -257,6 +282,7 @@ class Sessions:
             return before
         if before is not None:
             return self._conflict(session, name, digest)
+        _require_fetched(session)
         found = self._new(session, name, digest)
         dispatch(found)
         return found
@@ -278,6 +304,8 @@ class Sessions:
     def failed(self, session: ClientSession | None, error: RillflowError) -> Future:
         """Return a future that has failed, so that the client shows the error."""
         session = session or self.all.get("") or self.open("", {})
+        for old in [*session.futures.values()][: -MOST_FAILED if not session.name else 0]:
+            self._drop(old)
         session.heard = self._clock()
         found = self._new(session, f"failed:{len(self._futures)}:{time.monotonic_ns()}", b"")
         found.finish(error)
@@ -294,6 +322,7 @@ class Sessions:
         for future in session.futures.values():
             future.cancel()
             future.finish(DataError("the request was dropped", why=why, fix="make a new ServiceClient"))
+            self.delivered(future)
 
     def sweep(self) -> None:
         """End silent sessions, fail requests that wait in vain, and drop delivered results."""
@@ -303,9 +332,9 @@ class Sessions:
                 self.end(session, f"no heartbeat for {HEARTBEAT_S:g} s; its checkpoints remain")
             for model in session.models.values():
                 self._fail_gaps(model, time_s)
-            for future in [*session.futures.values()]:
-                if future.delivered is not None and time_s - future.delivered > KEPT_S:
-                    del session.futures[future.name], self._futures[future.name]
+        while self._kept and time_s - (self._kept[0].delivered or 0.0) > KEPT_S:
+            self._drop_oldest()
+        for session in [*self.all.values()]:
             if session.ended and not session.futures:
                 for name in session.models:
                     self._models.pop(name, None)
@@ -315,8 +344,23 @@ class Sessions:
 
     def delivered(self, future: Future) -> None:
         """Note that a result was delivered."""
-        if future.delivered is None:
-            future.delivered = self._clock()
+        if future.delivered is not None:
+            return
+        future.delivered = self._clock()
+        self._kept.append(future)
+        self._kept_bytes += len(future.body)
+        while self._kept_bytes > KEPT_BYTES:
+            self._drop_oldest()
+
+    def _drop(self, future: Future) -> None:
+        """Forget a result."""
+        if (found := self._futures.pop(future.name, None)) is not None:
+            del found[0].futures[future.name]
+
+    def _drop_oldest(self) -> None:
+        oldest = self._kept.popleft()
+        self._kept_bytes -= len(oldest.body)
+        self._drop(oldest)
 
     def _new(self, session: ClientSession, name: str, digest: bytes) -> Future:
         found = session.futures[name] = Future(name=name, digest=digest)
@@ -365,6 +409,23 @@ class Sessions:
         model.waiting.clear()
 
 
+def _require_few(held: Mapping[str, Any], what: str) -> None:
+    if len(held) >= MOST_PARTS:
+        raise Declined(
+            429, f"the session has {len(held):,} {what}", f"the limit is {MOST_PARTS:,}", "unload some"
+        )
+
+
+def _require_fetched(session: ClientSession) -> None:
+    """Raise Declined if too many results of a session wait to be fetched."""
+    waiting = [each for each in session.futures.values() if each.delivered is None]
+    num_bytes = sum(len(each.body) for each in waiting)
+    if len(waiting) >= MOST_OPEN or num_bytes >= OPEN_BYTES:
+        what = f"{len(waiting):,} requests of the session are open, with {num_bytes:,} bytes of results"
+        why = f"the limits are {MOST_OPEN:,} and {OPEN_BYTES:,}"
+        raise Declined(429, what, why, "fetch results before you send more requests")
+
+
 def _late(model: Model, seq: int) -> DataError:
     return DataError(
         f"request {seq} came after request {model.next_seq - 1} of the model",
@@ -380,8 +441,9 @@ def listed(found: list[Any], query: Mapping[str, str]) -> tuple[list[Any], dict[
         DataError: limit or offset is not a number.
     """
     try:
-        limit, offset = int(query.get("limit", "20")), int(query.get("offset", "0"))
+        limit, offset = int(query.get("limit", "20")[:12]), int(query.get("offset", "0")[:12])
     except ValueError:
         raise DataError("limit and offset are whole numbers") from None
+    limit = min(limit, MOST_LISTED)
     page = found[max(offset, 0) : max(offset, 0) + max(limit, 0)]
     return page, {"offset": offset, "limit": limit, "total_count": len(found)}

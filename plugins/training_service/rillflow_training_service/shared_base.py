@@ -28,6 +28,8 @@ from rillflow.models.locate import MOST_RANK
 
 ALPHA = 32.0
 """Scale of every adapter, as in Tinker: alpha / rank multiplies its output."""
+LEAST_ROOM = 2**24
+"""Parameters that an adapter may have on any base: 64 MiB in float32."""
 _ATTENTION = ("attn", "attention")
 
 
@@ -86,6 +88,9 @@ class SharedBase:
         self.vocabulary = vocabulary_of(self.module)
         self.is_plain = has_plain_head(self.module)
         """Whether logits are just the product of last hidden states and the head's weight."""
+        size = sum(each.numel() for each in self.module.parameters())
+        self.room = max(size, LEAST_ROOM)
+        """Most parameters of an adapter: those of the base. All adapters have at most twice as many."""
         self._slots: dict[Shape, _Slot] = {}
         self._inside: _Slot | None = None
         self._versions = count(1)
@@ -104,7 +109,24 @@ class SharedBase:
         """
         if not 1 <= shape.rank <= MOST_RANK:
             raise DataError(f"lora_config.rank is {shape.rank}", why=f"a rank is from 1 to {MOST_RANK:,}")
-        return AdapterConfig(rank=shape.rank, alpha=ALPHA, targets=self._targets(shape))
+        targets = self._targets(shape)
+        if (size := self.adapter_size(shape.rank, targets)) > self.room:
+            raise DataError(
+                f"lora_config.rank is {shape.rank}",
+                why=f"the adapter would have {size:,} parameters, and the limit is {self.room:,}",
+                fix="choose a smaller rank, or fewer layers",
+            )
+        return AdapterConfig(rank=shape.rank, alpha=ALPHA, targets=targets)
+
+    def adapter_size(self, rank: int, targets: tuple[str, ...]) -> int:
+        """Return the parameters of an adapter; without targets it adapts every layer of the body."""
+        linears = [
+            part
+            for name, part in self.module.named_modules()
+            if isinstance(part, nn.Linear) and ADAPTER not in name
+            if (part is not self.head if not targets else name.rpartition(".")[2] in targets)
+        ]
+        return rank * sum(each.in_features + each.out_features for each in linears)
 
     def _targets(self, shape: Shape) -> tuple[str, ...]:
         """Return the names of the adapted layers; empty for every linear layer of the body."""

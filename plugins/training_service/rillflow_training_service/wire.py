@@ -7,6 +7,7 @@ The messages are declared here as a table of field numbers and made by protobuf'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from torch import Tensor
 from rillflow.errors import DataError
 
 CONTENT_TYPE = "application/x-protobuf"
+MOST_DATA, MOST_FIELDS = 2**12, 2**18
+"""Most rows and protobuf fields of a pass; a client sends at most 1,024 rows, of some 30 fields each."""
+MOST_NUMBERS = 2**24
+"""Most numbers of a tensor, and zeros of a sparse one: a million targets with 16 candidates each."""
 FLOAT32, INT64, INT32 = 1, 2, 3
 """Numbers of the types of tensors."""
 _DTYPES = {FLOAT32: torch.float32, INT64: torch.int64, INT32: torch.int32}
@@ -92,8 +97,9 @@ def decoded_pass(body: bytes) -> Any:
     """Return the message of a ``forward_backward`` request.
 
     Raises:
-        DataError: the bytes are not such a message.
+        DataError: the bytes are not such a message, or have too many parts.
     """
+    _require_few_fields(body)
     try:
         return read_message("Pass", body)
     except (DecodeError, UnicodeDecodeError) as error:
@@ -102,6 +108,49 @@ def decoded_pass(body: bytes) -> Any:
             why=str(error),
             fix="use the tinker client, version 0.38",
         ) from None
+
+
+def _require_few_fields(body: bytes) -> None:
+    """Refuse a body of many small parts, before each of them becomes an object.
+
+    Raises:
+        DataError: it has more than ``MOST_DATA`` rows, or more than ``MOST_FIELDS`` fields in all.
+    """
+    counts = {"Datum": 0, "": 0}
+    parts = [("Pass", 0, len(body))]
+    while parts:
+        kind, at, end = parts.pop()
+        fields = _MESSAGES[kind]
+        while at < end:
+            key, at = _varint(body, at, end)
+            wire, inner = key & 7, fields.get(key >> 3, "").removesuffix("*").rpartition(" ")[2]
+            size = {1: 8, 5: 4}.get(wire, 0)
+            if wire in (0, 2):
+                number, at = _varint(body, at, end)
+                size = number if wire == 2 else 0
+            if wire == 2 and inner in _MESSAGES:
+                parts.append((inner, at, min(at + size, end)))
+            for counted, most in ((inner, MOST_DATA), ("", MOST_FIELDS)):
+                if counted in counts:
+                    counts[counted] += 1
+                    if counts[counted] > most:
+                        what = f"the request has more than {most:,} {'rows' if counted else 'fields'}"
+                        raise DataError(what, why="each takes memory and time", fix="send several requests")
+            at += size
+
+
+def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
+    """Return a number and the place after it; ``end`` if it is cut, which the parser refuses later."""
+    number = 0
+    for shift in range(0, 70, 7):
+        if at >= end:
+            break
+        code = body[at]
+        at += 1
+        number |= (code & 127) << shift
+        if code < 128:
+            break
+    return number, at
 
 
 def tokens_of(chunk: Any, place: str) -> Tensor:
@@ -129,12 +178,15 @@ def tensor_of(told: Any, place: str) -> Tensor:
     if not told.HasField("sparse"):
         values = _numbers(told.dense, dtype, place)
         shape = shape or [len(values)]
-        if min(shape) < 0 or torch.Size(shape).numel() != len(values):
+        if min(shape) < 0 or len(shape) > 2 or math.prod(shape) != len(values):
             raise DataError(
                 f"{place} has the shape {shape} and {len(values)} numbers",
                 why="a tensor has one number for each place of its shape",
             )
         return values.view(shape)
+    if len(shape) != 2 or min(shape) < 0 or math.prod(shape) > MOST_NUMBERS:
+        why = f"a sparse tensor has two dimensions, and at most {MOST_NUMBERS:,} places"
+        raise DataError(f"{place} has the shape {shape[:8]}", why=why)
     values, columns = _numbers(told.sparse.values, dtype, place), told.sparse.columns
     try:
         rows, where = _numbers(told.sparse.rows, INT64, place), _numbers(columns, INT64, place)

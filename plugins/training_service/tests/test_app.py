@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rillflow_training_service.checkpoints import CheckpointPath
 from rillflow_training_service.datums import Datum
 from rillflow_training_service.sessions import HEARTBEAT_S
 from rillflow_training_service.wire import CONTENT_TYPE, message, read_message
@@ -220,3 +222,82 @@ def test_a_silent_client_loses_its_model_and_keeps_its_checkpoint(served: Served
     again = served.result(served.post("load_weights", **load)).json()["model_id"]
     told = forward_backward(served, body_of(asked(again, ROWS)))
     assert served.result(told).headers["content-type"] == CONTENT_TYPE
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("asample", {"num_samples": 10**9}, "num_samples is 1000000000"),
+        ("asample", {"num_samples": 0}, "num_samples is 0"),
+        ("asample", {"num_samples": True}, "num_samples is True"),
+        ("asample", {"num_samples": 1.0}, "num_samples is 1.0"),
+        ("asample", {"prompt": {"chunks": [{"tokens": [0.5] * 10**6}]}}, "prompt.chunks.0.tokens.0 is 0.5"),
+        ("save_weights", {"ttl_seconds": 10**30}, "ttl_seconds is 1000000000000"),
+        ("save_weights", {"ttl_seconds": -1}, "ttl_seconds is -1"),
+        ("optim_step", {"adam_params": {"learning_rate": 1e308}}, "adam_params.learning_rate is 1e+308"),
+        ("create_model", {"lora_config": {"rank": 10**9}}, "lora_config.rank is 1000000000"),
+        ("create_model", {"lora_config": {"rank": 16_000}}, "parameters, and the limit is"),
+    ],
+)
+def test_numbers_beyond_their_bounds_cost_nothing(
+    served: Served, name: str, more: dict[str, Any], words: str
+) -> None:
+    session = served.session()
+    model = served.trained(session)
+    usual = {
+        "asample": {"sampling_session_id": "none", "seq_id": 0, "prompt": {"chunks": []}},
+        "save_weights": {"model_id": model, "seq_id": 1, "path": "a"},
+        "optim_step": {"model_id": model, "seq_id": 1},
+        "create_model": {"session_id": session, "model_seq_id": 9, "base_model": served.model.name},
+    }
+    assert words in error_of(served, served.post(name, **{**usual[name], **more}))
+
+
+@pytest.mark.parametrize("stop", ["a" * 10**6, ["a"] * 10**3, [1] * 2000, [-1], [1.5], [""]])
+def test_stops_beyond_their_bounds_are_refused(served: Served, stop: Any) -> None:
+    told = error_of(served, sample(served, base_sampler(served), sampling_params={"stop": stop}))
+    assert ("stop" in told or "values" in told) and len(told) < 1000
+
+
+DAMAGES: dict[str, bytes] = {
+    "cut": b'{"path": "tink',
+    "another type": b"[1]",
+    "deep": b"[" * 10**5,
+    "a time that is none": b"EXPIRES",
+    "not text": b"\xff\xfe",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_hides_no_other(served: Served, damage: str) -> None:
+    model = served.trained(served.session())
+    for seq, name in ((1, "good"), (2, "bad"), (3, "later")):
+        served.result(served.post("save_weights", model_id=model, seq_id=seq, path=name))
+    checkpoints = served.app._service.checkpoints
+    folder = checkpoints.folder(CheckpointPath.parsed(f"tinker://{model}/weights/bad"))
+    file = folder / "checkpoint.json"
+    said = DAMAGES[damage]
+    if damage == "a time that is none":
+        said = json.dumps({**json.loads(file.read_bytes()), "expires_at": "tomorrow"}).encode()
+    file.write_bytes(said)
+    checkpoints.delete_expired()
+    for path in (f"training_runs/{model}/checkpoints", "checkpoints?limit=1000"):
+        told = served.http.get(f"/api/v1/{path}").json()["checkpoints"]
+        mine = {each["checkpoint_id"]: each for each in told if model in each["tinker_path"]}
+        assert [*mine] and {"weights/good", "weights/bad", "weights/later"} == {*mine}
+        assert "cannot be read" in mine["weights/bad"]["user_metadata"]["damaged"]
+        assert mine["weights/good"]["user_metadata"] is None
+    assert served.http.get("/api/v1/training_runs").status_code == 200
+    assert served.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/bad").status_code == 204
+    assert not folder.exists()
+
+
+def test_a_lifetime_beyond_the_calendar_is_refused(served: Served) -> None:
+    model = served.trained(served.session())
+    served.result(served.post("save_weights", model_id=model, seq_id=1, path="one"))
+    at = f"/api/v1/training_runs/{model}/checkpoints/weights/one/ttl"
+    for seconds in (10**12, 10**30, -1, 0, True, "1"):
+        answer = served.http.put(at, json={"ttl_seconds": seconds})
+        assert answer.status_code == 400 and "ttl_seconds is" in answer.text, seconds
+    assert served.http.put(at, json={"ttl_seconds": 10**9}).status_code == 204

@@ -20,6 +20,7 @@ from rillflow.models.language_model import load_model
 from rillflow.records.rollout import Rollout
 from rillflow_training_service.checkpoints import About, CheckpointPath, now
 from rillflow_training_service.losses import LOSSES
+from rillflow_training_service.requests import SamplingParams
 from rillflow_training_service.sampling import SampleRequest, sampling_of, stop_of
 from rillflow_training_service.service import KEPT, Service
 from rillflow_training_service.shared_base import Shape
@@ -85,11 +86,11 @@ class Client:
 
 
 def sample_request(tell: Callable[[Any], None], key: str, **how: Any) -> SampleRequest:
-    given = how.pop("params", {"max_tokens": 4})
+    params = SamplingParams(**how.pop("params", {"max_tokens": 4}))
     return SampleRequest(
         name="the request",
-        sampling=sampling_of(given, 10),
-        stop=stop_of(given.get("stop")),
+        sampling=sampling_of(params, 10),
+        stop=stop_of(params),
         wants_prompt=how.pop("wants_prompt", None),
         random_key=key,
         tell=tell,

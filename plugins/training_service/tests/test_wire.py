@@ -12,6 +12,7 @@ from rillflow.errors import DataError
 from rillflow_training_service.datums import checked_data, read_pass
 from rillflow_training_service.wire import (
     FLOAT32,
+    decoded_pass,
     encoded_pass,
     encoded_samples,
     message,
@@ -118,3 +119,16 @@ def test_datums_that_are_refused(name: str, value: torch.Tensor, words: str) -> 
 def test_a_datum_that_is_longer_than_the_context() -> None:
     with pytest.raises(DataError, match="context is 3 tokens"):
         checked_data(asked("m", [weighted([1, 2, 3, 4, 5], 2)]), vocabulary=10, context=3)
+
+
+@pytest.mark.parametrize("part", [b"\x1a\x00", b"\x1a\x02\x0a\x00", b"\x2a\x00", b"\x0a\x00"])
+def test_a_pass_of_many_small_parts_is_refused_before_it_is_parsed(part: bytes) -> None:
+    with pytest.raises(DataError, match="the request has more than"):
+        decoded_pass(part * 2**20)
+
+
+@pytest.mark.parametrize("shape", [[50_000, 50_000], [2**40, 2**40], [-1, 4], [2, 2, 2], [4]])
+def test_a_sparse_tensor_of_a_huge_shape_is_refused_before_it_is_made(shape: list[int]) -> None:
+    sparse = message("SparseCsr", values=b"", rows=b"", columns=b"")
+    with pytest.raises(DataError, match="has the shape"):
+        tensor_of(message("Tensor", sparse=sparse, dtype=1, shape=shape), "weights of datum 0")

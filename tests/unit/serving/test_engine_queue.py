@@ -350,3 +350,40 @@ def test_a_lost_engine_is_told_to_the_caller_and_to_no_row(
         for _ in range(5):
             queue.turn()
     assert not told
+
+
+def test_a_new_row_waits_for_passes_and_not_for_the_ends_of_long_rows(
+    engine: Faulty, model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paused rows go on later, and have the tokens that they have alone."""
+    monkeypatch.setattr("rillflow.serving.engine_queue.SLICE", 4)
+    expected = alone(engine, range(2 * ROWS + 1))
+    queue = EngineQueue(engine, model.tokenizer, max_rows=ROWS, pauses=True)
+    told = dict[int, Told]()
+    for prompt in range(2 * ROWS):
+        queue.put(wanted(told, prompt))
+    for _ in range(6):
+        queue.turn()
+    queue.put(wanted(told, 2 * ROWS, max_tokens=2))
+    for _ in range(9):
+        queue.turn()
+    assert [*told] == [2 * ROWS]
+    assert drained(queue) == [] and len(told) == 2 * ROWS + 1
+    for prompt in range(2 * ROWS):
+        row = told[prompt]
+        assert isinstance(row, Rollout) and row.tokens == expected[prompt], prompt
+    assert not (queue._kept or queue._entered or queue._paused or queue._rows)
+    queue.close()
+
+
+def test_many_rows_of_a_request_are_refused_when_too_many_wait(
+    queue: EngineQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rillflow.serving.engine_queue.MOST_WAITING", 20)
+    many, few = dict[int, Told](), dict[int, Told]()
+    queue.put(*(wanted(many, 1, sample) for sample in range(20)))
+    queue.put(*(wanted(many, 2, sample) for sample in range(9)))
+    queue.put(*(wanted(few, 3, sample) for sample in range(8)))
+    refused = [each for each in many.values() if isinstance(each, Declined)]
+    assert len(refused) == 9 and refused[0].status == 429 and "rows wait" in refused[0].what
+    assert drained(queue) == [] and all(isinstance(each, Rollout) for each in few.values())

@@ -1,4 +1,4 @@
-"""BodyLimit: the bytes of request bodies that a service receives at once, and the time that each may take.
+"""Body limit: the bytes of request bodies that a service receives at once, and the time that each may take.
 
     head announces n bytes ─ room(n) ─> read ─ begin: until it is answered ─> freed
                                              └ anything else: until it is read
@@ -12,10 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rillflow.serving.http_body import BODY_WITHIN_S, SLOWEST_BYTES_S, Declined
-
-SMALL_BYTES = 2**16
-"""Bodies up to this size need no room: there are at most as many as connections."""
+from rillflow.serving.http_body import BODY_WITHIN_S, SLOWEST_BYTES_S, SMALL_BYTES, Declined
 
 
 def within_s(num_bytes: int) -> float:
@@ -28,10 +25,12 @@ class BodyLimit:
 
     Args:
         most_bytes: largest total size.
+        parts: a body takes at most this part of the free room, so that large bodies leave room for smaller
+            ones; 1 for all of it.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.used_bytes = most_bytes, 0
+    def __init__(self, most_bytes: int, *, parts: int = 1) -> None:
+        self.most_bytes, self.used_bytes, self._parts = most_bytes, 0, parts
         self._freed = asyncio.Condition()
 
     @asynccontextmanager
@@ -41,13 +40,13 @@ class BodyLimit:
         Raises:
             Declined: the body is larger than the limit, or no room came free in time.
         """
-        if num_bytes > self.most_bytes:
+        if num_bytes * self._parts > self.most_bytes:
             what = f"a body of {num_bytes} bytes"
-            raise Declined(413, what, why=f"the store has {self.most_bytes}", fix="send less")
+            raise Declined(413, what, why=f"the room is {self.most_bytes // self._parts}", fix="send less")
         held = num_bytes if num_bytes > SMALL_BYTES else 0
         try:
             async with asyncio.timeout(within_s(num_bytes)), self._freed:
-                await self._freed.wait_for(lambda: not held or self.used_bytes + held <= self.most_bytes)
+                await self._freed.wait_for(lambda: held * self._parts <= self.most_bytes - self.used_bytes)
         except TimeoutError:
             what = f"no room for a body of {num_bytes} bytes for {within_s(num_bytes):g} s"
             why = f"other requests have {self.used_bytes} of {self.most_bytes} bytes"

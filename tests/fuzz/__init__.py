@@ -1,0 +1,1 @@
+"""Fuzz: hostile requests with a token, drawn by a seed, beside a client that sends ordinary ones."""
