@@ -132,7 +132,7 @@ def _division(function: FunctionPath, recipe: Recipe, role: str) -> str:
     """Return how the rows of a step are divided into calls, and how to avoid that; empty for one call."""
     reward, placement = recipe.reward, recipe.placement
     try:
-        is_shut = is_shut_in(function, reward.sandbox)
+        is_shut = is_shut_in(function, reward.sandbox, unless_harmless=True)
     except RewardError:  # reported where the function is tried
         return ""
     if is_shut:

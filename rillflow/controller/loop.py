@@ -33,7 +33,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 from rillflow.controller.cadence import Cadence, is_due
@@ -55,8 +54,6 @@ from rillflow.workers.pending import Pending, wait_for
 
 RESCUE_S = 600.0
 """Longest wait, in seconds, for each stage of a checkpoint after an error: a rank may have died."""
-SLOW_S = 5.0
-"""Seconds after which such a checkpoint is announced while it is written."""
 
 
 class Loop:
@@ -165,11 +162,9 @@ class Loop:
             cut = opened if self._is_cut(phase, first) else ()
             if cut or self._saves or self._is_unsaved(phase):  # before any message, which may fail
                 outcome = "the finished steps were saved first"
-                slow = Timer(SLOW_S, self._progress.note, ["an error; saving the finished steps first"])
-                slow.daemon = True
-                slow.start()
-                try:
-                    with self._interruption.abandonable():  # running or stuck ranks may take a while
+                slow = self._progress.if_slow("an error; saving the finished steps first")
+                try:  # running or stuck ranks may take a while
+                    with slow, self._interruption.abandonable():
                         self._rescue(phase, cut)
                 except Exception as second:  # noqa: BLE001  the first error ended the run
                     outcome = f"no checkpoint could be written after the error: {second}"
@@ -177,8 +172,6 @@ class Loop:
                     if not self._interruption.is_over:  # a second signal
                         raise
                     outcome = "no checkpoint could be written after the error in time"
-                finally:
-                    slow.cancel()
                 what = (str(first) or type(first).__name__).splitlines()[0]
                 self._progress.note(f"{what}; {outcome}")
             kept, lost = self._saved_step, self._place.step - self._saved_step

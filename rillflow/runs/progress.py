@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from threading import RLock
+from threading import RLock, Timer
 from typing import TextIO
 
 from rich.console import Console
@@ -31,6 +31,8 @@ from rillflow.runs.sampler_gap import gap_warning
 from rillflow.runs.standard_streams import failure_of
 from rillflow.runs.uniform_rewards import IN_A_ROW, streaks
 
+SLOW_S = 5.0
+"""Seconds after which ``if_slow`` writes its line."""
 HEADLINE = {
     "reward/score/mean": "reward",
     "episode/return/mean": "return",
@@ -203,6 +205,17 @@ class Progress:
     def note(self, text: str) -> None:
         """Write a permanent line, such as an evaluation or a resume."""
         self._write(visible(text))
+
+    @contextmanager
+    def if_slow(self, text: str) -> Iterator[None]:
+        """Write a permanent line if the body takes longer than ``SLOW_S``."""
+        slow = Timer(SLOW_S, self.note, [text])
+        slow.daemon = True
+        slow.start()
+        try:
+            yield
+        finally:
+            slow.cancel()
 
     @staticmethod
     def say(text: str) -> None:
