@@ -27,7 +27,7 @@ from rich.progress import Progress as Bars
 from rillflow.records.metrics import Mean, Metrics
 from rillflow.runs.formatting import duration, number, visible
 from rillflow.runs.output_log import OutputLog
-from rillflow.runs.sampler_gap import gap_warning
+from rillflow.runs.sampler_gap import MismatchWatch, gap_warning
 from rillflow.runs.standard_streams import failure_of
 from rillflow.runs.uniform_rewards import IN_A_ROW, streaks
 
@@ -145,6 +145,7 @@ class Progress:
         self._recent: list[tuple[int, Metrics]] = []
         self._said = ""
         self._apart: set[str] = set()
+        self._mismatch: dict[str, MismatchWatch | None] = {phase: MismatchWatch() for phase in total_steps}
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal and not self._console.is_dumb_terminal and not self._quiet:
@@ -191,7 +192,7 @@ class Progress:
             self._told(phase, step, metrics)
 
     def _warn(self, phase: str, step: int, metrics: Metrics) -> None:
-        """Warn of each streak of uniform rewards, and once in a phase of a distant sampler."""
+        """Warn of each streak of uniform rewards; once in a phase of a distant sampler, and of a mismatch."""
         self._recent = [*self._recent[1 - IN_A_ROW :], (step, metrics)]
         found = streaks(self._recent)
         if found and found[0].why != self._said:
@@ -201,6 +202,11 @@ class Progress:
         if apart is not None:
             self._apart.add(phase)
             self.note(f"warning: {apart}")
+        watch = self._mismatch[phase]
+        mismatch = None if watch is None else watch.observe(step, metrics)
+        if mismatch is not None:
+            self._mismatch[phase] = None
+            self.note(f"warning: {mismatch}")
 
     def note(self, text: str) -> None:
         """Write a permanent line, such as an evaluation or a resume."""

@@ -1,8 +1,9 @@
-"""Sampler gap: find steps in which the trained policy is far from the weights that sampled its rows.
+"""Sampler gap: find steps whose sampler was far from the trained policy, or from the trainer's arithmetic.
 
 steps ─ staleness/kl above MOST_KL ─ gap_warning ─> one text for a phase, after three steps in a row
+steps ─ mismatch/first_gap large or grown ─ MismatchWatch ─> one text for a phase, at once
 
-The limit is defined in ``docs/metrics.md``.
+The limits are defined in ``docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from rillflow.runs.uniform_rewards import IN_A_ROW
 MOST_KL = 0.05
 """Largest ``staleness/kl/mean`` without a warning, in nats."""
 KL = "staleness/kl/mean"
+MEAN_GAP, LARGEST_GAP = "mismatch/first_gap/mean", "mismatch/first_gap/max"
+MOST_GAP = 0.5
+"""Largest ``mismatch/first_gap/max`` without a warning, in nats."""
+GROWTH, LEAST_GAP = 5.0, 0.002
+"""``mismatch/first_gap/mean`` is warned of above this multiple of all earlier steps, and above this value."""
 
 
 def gap_warning(steps: Iterable[tuple[int, Metrics]]) -> str | None:
@@ -34,3 +40,41 @@ def gap_warning(steps: Iterable[tuple[int, Metrics]]) -> str | None:
                 "then algorithm.freshness; then try another algorithm.loss.correction"
             )
     return None
+
+
+class MismatchWatch:
+    """Finds the first step of a phase in which sampler and trainer disagree more than by rounding.
+
+    ``check_gap`` stops a run at a clear disagreement; these steps are below its limits.
+    """
+
+    def __init__(self) -> None:
+        self._means = list[float]()
+
+    def observe(self, step: int, metrics: Metrics) -> str | None:
+        """Take a step's metrics; return a warning if its mismatch is large, or far above earlier steps'."""
+        mean, largest = metrics.get(MEAN_GAP), metrics.get(LARGEST_GAP)
+        if mean is None or largest is None:
+            return None
+        before = max(self._means, default=0.0)
+        has_grown = len(self._means) >= IN_A_ROW and mean.value > max(LEAST_GAP, GROWTH * before)
+        self._means.append(mean.value)
+        if largest.value <= MOST_GAP and not has_grown:
+            return None
+        if has_grown:
+            what = (
+                f"{MEAN_GAP} is {number(mean.value)} nats in step {step:,}, and was at most {number(before)}"
+            )
+        else:
+            what = f"{LARGEST_GAP} is {number(largest.value)} nats in step {step:,}, above {MOST_GAP:g}"
+        return (
+            f"{what}: sampler and trainer differ by more than rounding usually does, at some tokens. Compare "
+            'with one run at policy.model.dtype = "float32" and rollout.engine = "native", where every token '
+            "is checked; a lower algorithm.gap_tolerance stops the run"
+        )
+
+
+def mismatch_warning(steps: Iterable[tuple[int, Metrics]]) -> str | None:
+    """Return the first warning of a ``MismatchWatch`` about the steps of a phase."""
+    watch = MismatchWatch()
+    return next((text for step, metrics in steps if (text := watch.observe(step, metrics))), None)

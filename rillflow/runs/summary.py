@@ -18,7 +18,7 @@ from rillflow.runs.json_lines import JSON
 from rillflow.runs.layout import kept_steps
 from rillflow.runs.reader import EvaluationRecord, best_checkpoint, first_prompt
 from rillflow.runs.run_data import RunData, load
-from rillflow.runs.sampler_gap import gap_warning
+from rillflow.runs.sampler_gap import gap_warning, mismatch_warning
 from rillflow.runs.uniform_rewards import streaks
 
 _FREE = ("--dir", "algorithm.steps=")
@@ -160,13 +160,15 @@ def alike(evaluations: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
 
 def warnings_of(data: RunData) -> tuple[str, ...]:
     """Return the longest run of steps without a training signal for each reason, the first steps of a phase
-    with a distant sampler, and missing rollouts.
+    with a distant sampler or with a mismatch, and missing rollouts.
     """
     curves = data.curves
     lessons = streaks(curves.records((uniform_rewards.SHARE, uniform_rewards.LOW, uniform_rewards.HIGH)))
     longest = {one.why: one.text for one in sorted(lessons, key=lambda one: one.last - one.first)}
     phases = dict.fromkeys(name for name, _ in curves.phases)
     gaps = [gap_warning(curves.records([sampler_gap.KL], name)) for name in phases]
+    first = (sampler_gap.MEAN_GAP, sampler_gap.LARGEST_GAP)
+    gaps += [mismatch_warning(curves.records(first, name)) for name in phases]
     return (*longest.values(), *filter(None, gaps), *_gone(data))
 
 

@@ -142,7 +142,7 @@ class UpdateConfig(PassesConfig):
         0.05,
         gt=0,
         description="Largest mean |log(trainer/sampler probability)| of on-policy bfloat16 tokens; above "
-        "it the run stops.",
+        "it, or five times it in the mean of a row, the run stops.",
     )
 
     @property

@@ -12,12 +12,16 @@ from rillflow.records.ragged import Ragged
 
 FIRST_RATIO, FIRST_GAP = "mismatch/first_ratio/max", "mismatch/first_gap/mean"
 """Metrics of the contract on-policy-ratio: the largest |ratio - 1|, or the mean |log ratio|."""
+LARGEST_GAP, ROW_GAP = "mismatch/first_gap/max", "mismatch/first_row_gap/max"
+"""The largest |log ratio| of a token, and the largest mean of a row."""
 BEHIND = "versions_behind"
 """Field with the number of versions that each token is behind, present when some may be."""
 ROUTES = {"routes"}
 """Field with the tokens' experts, present when the model must replay the routing."""
-_ENOUGH = 100
-"""Minimum tokens for a meaningful mean."""
+_ENOUGH, _ENOUGH_IN_ROW = 100, 16
+"""Minimum tokens for a meaningful mean, of a micro-batch and of a row."""
+ROW_FACTOR = 5
+"""A row's mean difference may be this many times the tolerance."""
 
 
 def loss_tokens(batch: Batch) -> Batch:
@@ -146,11 +150,13 @@ def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, 
 
 
 def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, Metric]:
-    """Refuse a bfloat16 batch that is not on-policy, by the mean difference of log probabilities.
+    """Refuse a bfloat16 batch that is not on-policy, by mean differences of log probabilities.
 
-    Contract on-policy-ratio for bfloat16: mean |trainer - sampler| <= tolerance. A single token may differ
-    much, for example when rounding sends it to another expert. For the same reason, a batch of fewer than 100
-    tokens is filled up to 100 with tokens of difference 0. Tokens of older versions are not checked.
+    Contract on-policy-ratio for bfloat16: mean |trainer - sampler| <= tolerance over all tokens, and
+    <= ``ROW_FACTOR`` x tolerance over each row. A single token may differ much, for example when rounding
+    sends it to another expert, so no token is refused alone. For the same reason, a batch of fewer than 100
+    tokens is filled up to 100 with tokens of difference 0, and a row up to 16. Tokens of older versions are
+    not checked.
 
     Args:
         tokens: a ``loss_tokens`` batch with ``sampler_logprobs``.
@@ -158,24 +164,56 @@ def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, Me
         tolerance: the largest mean.
 
     Returns:
-        The mean, by the metric's name; empty if no token has the present version.
+        The mean, the largest difference, and the largest mean of a row, by the metrics' names; empty if no
+        token has the present version.
 
     Raises:
-        TrainingError: it names the mean, and the worst token with its row.
+        TrainingError: it names the mean, and the worst token or row.
     """
     places, gaps = _gaps(tokens, logprobs)
-    mean = float(gaps.abs().sum()) / max(len(gaps), _ENOUGH)
+    if not len(gaps):
+        return {}
+    gaps = gaps.abs()
+    mean = float(gaps.sum()) / max(len(gaps), _ENOUGH)
+    worst = int(gaps.argmax())
+    largest = float(gaps[worst])
+    fix = "raise gap_tolerance only if the arithmetic is meant to differ"
     if not mean <= tolerance:
-        worst = int(gaps.abs().argmax())
         raise TrainingError(
             f"the first minibatch is not on-policy: log probabilities of trainer and sampler differ by "
-            f"{mean:.3g} on average, and by {abs(float(gaps[worst])):.3g} at "
-            f"{describe_token(tokens, int(places[worst]))}",
+            f"{mean:.3g} on average, and by {largest:.3g} at {describe_token(tokens, int(places[worst]))}",
             why=f"that is more than {tolerance:g}, and rounding to bfloat16 causes about 0.01: "
             "the sampler used other weights, another temperature or other arithmetic",
-            fix="raise gap_tolerance only if the arithmetic is meant to differ",
+            fix=fix,
         )
-    return {FIRST_GAP: Mean(total=float(gaps.abs().sum()), count=len(gaps))} if len(gaps) else {}
+    row_means = _row_means(tokens.ragged("places").row_of[places], gaps, len(tokens))
+    row = int(row_means.argmax())
+    row_gap = float(row_means[row])
+    if not row_gap <= ROW_FACTOR * tolerance:
+        raise TrainingError(
+            f"row ({tokens.row_id(row)}) of the first minibatch is not on-policy: log probabilities of "
+            f"trainer and sampler differ by {row_gap:.3g} on average in it, and by {mean:.3g} in all rows",
+            why=f"that is more than {ROW_FACTOR} x gap_tolerance ({ROW_FACTOR * tolerance:g}), and rounding "
+            "affects all rows alike: the sampler computed this row from other keys or values",
+            fix=fix,
+        )
+    return {
+        FIRST_GAP: Mean(total=float(gaps.sum()), count=len(gaps)),
+        LARGEST_GAP: Max(value=largest),
+        ROW_GAP: Max(value=row_gap),
+    }
+
+
+def _row_means(rows: Tensor, gaps: Tensor, count: int) -> Tensor:
+    """Return [count] each row's mean of its gaps, where short rows count as ``_ENOUGH_IN_ROW`` tokens.
+
+    Args:
+        rows: [M] index of each gap's row.
+        gaps: [M].
+        count: number of rows.
+    """
+    sums = gaps.new_zeros(count).index_add_(0, rows.to(gaps.device), gaps)
+    return sums / rows.bincount(minlength=count).clamp(min=_ENOUGH_IN_ROW).to(gaps.device)
 
 
 def _gaps(tokens: Batch, logprobs: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""Steps whose policy is far from the weights that sampled its rows are found, only if consecutive."""
+"""Steps are found whose policy is far from the weights that sampled, or whose sampler computes otherwise."""
 
 from __future__ import annotations
 
-from rillflow.records.metrics import Mean, Metrics
-from rillflow.runs.sampler_gap import MOST_KL, gap_warning
+from rillflow.records.metrics import Max, Mean, Metrics
+from rillflow.runs.sampler_gap import MOST_GAP, MOST_KL, gap_warning, mismatch_warning
 
 
 def moved(kl: float) -> Metrics:
@@ -26,3 +26,26 @@ def test_fewer_in_a_row_or_rows_that_are_never_stale_are_not() -> None:
     )
     assert gap_warning(enumerate([FAR, FAR, NEAR] * 3)) is None
     assert gap_warning(enumerate([FAR, FAR, {}, FAR, FAR])) is None
+
+
+def mismatch(mean: float, largest: float) -> Metrics:
+    return {
+        "mismatch/first_gap/mean": Mean(total=mean * 400, count=400.0),
+        "mismatch/first_gap/max": Max(value=largest),
+    }
+
+
+def test_a_large_difference_is_warned_of_in_the_first_step() -> None:
+    text = mismatch_warning([(1, mismatch(0.0077, 1.32))])
+    assert text is not None and "mismatch/first_gap/max is 1.32 nats in step 1, above 0.5" in text
+    assert 'policy.model.dtype = "float32"' in text and "gap_tolerance" in text
+    assert mismatch_warning([(1, mismatch(0.0077, MOST_GAP))]) is None
+
+
+def test_a_mean_that_grows_between_steps_is_warned_of() -> None:
+    steps = [mismatch(mean, 0.02) for mean in (0.0006, 0.0005, 0.0007)]
+    text = mismatch_warning(enumerate([*steps, mismatch(0.0077, 0.2)], 1))
+    assert text is not None and "is 0.00770 nats in step 4, and was at most 7.0e-4" in text
+    assert mismatch_warning(enumerate([*steps, mismatch(0.0030, 0.2)], 1)) is None, "it grew four times"
+    assert mismatch_warning(enumerate([*steps[:2], mismatch(0.0077, 0.2)], 1)) is None, "two steps are few"
+    assert mismatch_warning(enumerate([{}, FAR, {}], 1)) is None
