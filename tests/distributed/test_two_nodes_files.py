@@ -183,7 +183,7 @@ def run(nodes: list[Machine], name: str, *settings: str, code: int = 0, **how: A
     directory = f"{SHARED}/runs/{re.sub('[^a-z]+', '-', name)}"
     env = PATHS | how.pop("env", {})
     text = nodes[0].run(
-        "rillflow", "run", f"{FOLDER}/run.toml", "--dir", directory, *words, env=env, code=code
+        "rillflow", "run", f"{FOLDER}/run.toml", "--dir", directory, *words, env=env, code=code, wait_s=600
     )
     return " ".join(text.split())
 
