@@ -7,6 +7,7 @@ all of them ────────── notes on text that they run, and the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rillflow.app.check_report import Report
@@ -31,6 +32,7 @@ GIVEN = ("base_url", "api_key")
 """Arguments that an agent receives in addition to its row's columns."""
 _TRIED = 2
 _PLACES = 3
+_JOINT = re.compile(r"Popen|ctypes|multiprocessing|create_subprocess|ProcessPool|fork|spawn|_posixsubprocess")
 
 
 def say_left_out(facts: RecipeFacts, report: Report) -> None:
@@ -53,6 +55,13 @@ def read_agent(facts: RecipeFacts, report: Report) -> None:
     agent, function = facts.recipe.rollout.agent, facts.agent
     if agent is not None and function is not None:
         report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, level=None)
+
+
+def read_functions(facts: RecipeFacts, report: Report) -> None:
+    """Read the sources of rewards and costs where no code of the recipe may run."""
+    setting = facts.recipe.reward.sandbox
+    for function in [*(each for each in facts.functions if each != REWARD), *facts.costs]:
+        report.notes += _execution_notes(function, "reward.sandbox", setting, level=None, is_reward=True)
 
 
 def look_at_agent(facts: RecipeFacts, report: Report) -> None:
@@ -109,6 +118,12 @@ def _execution_notes(
         scope = "; called with one row at a time, without network, GPU and files but reward.files"
         scope += f" ({name} = false: no sandbox)" if setting == "auto" else ""
     said = [f"{function} {why}; {name} = {shown(setting)}{scope}; {held}"]
+    joint = [use for use in decision.uses if _JOINT.search(use.call)]
+    if is_reward and decision.is_shut_in and joint:
+        said.append(
+            f"{function} may start programs at the same time or from C ({_places(joint)}): such programs can "
+            "change each other's files; run a checker only after the answer's program has ended"
+        )
     if setting is True and any(use.is_in_process for use in decision.uses):
         said.append(
             f"{function} runs text in its own process: an answer can overwrite the result of its own row"

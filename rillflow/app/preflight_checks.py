@@ -24,6 +24,7 @@ from rillflow.app.code_checks import (
     look_at_costs,
     look_at_functions,
     read_agent,
+    read_functions,
     say_left_out,
 )
 from rillflow.app.corrections import bound_notes, correction_notes
@@ -96,7 +97,7 @@ def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
         look_at_comparisons,
         look_at_agent if runs_code else read_agent,
         *([look_at_environment] if runs_code else []),
-        *([look_at_functions, look_at_costs] if runs_code else [say_left_out]),
+        *([look_at_functions, look_at_costs] if runs_code else [read_functions, say_left_out]),
     ]
     for check in checks:
         report.attempt(check, facts)

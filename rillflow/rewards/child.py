@@ -52,6 +52,10 @@ RETURNED_BYTES = 1 << 22
 STOP_LIMIT_S = 10.0
 """Longest time in seconds for a supervisor to end its children before it is killed."""
 
+_IN_SANDBOX = (
+    "; it runs in a sandbox without network, GPU and other files: list files that it reads in reward.files, or "
+    "set sandbox = false if it runs no text of an answer"
+)
 _GRACE_S = 1.0
 """Additional seconds of a sandboxed call, to end the late row and to answer."""
 _OUTPUT_BYTES = 2000
@@ -97,6 +101,7 @@ class Child:
         self.parameters: Parameters | None = None
         self.shortcomings = ""
         self.level = Level.NONE
+        self._shut_in = level.is_sandbox
         self.start_s = 0.0
         self._started = time.monotonic()
         self.deadline = self._started + START_LIMIT_S
@@ -304,9 +309,10 @@ class Child:
         if self.parameters is None and how.startswith(REFUSED):
             raise RewardError(
                 f"{self._function} {how}",
-                why="it needs the sandbox: it runs text or starts processes, or its sandbox setting is true",
+                why="it needs the sandbox: it runs text, it is not known to be harmless (`rillflow check "
+                "--no-code` names the place), or its sandbox setting is true",
                 fix="run on a Linux with user namespaces (`rillflow doctor` reports what is missing); "
-                "sandbox = false allows an answer to set its own reward",
+                "sandbox = false runs it with your rights: an answer that it executes can set its own reward",
             )
         if self.parameters is None:
             raise self._unusable(f"cannot be loaded: the process {how}")
@@ -316,7 +322,8 @@ class Child:
         return RewardError(
             f"{self._function} {what}{self._last_output()}",
             why=f"every child process loads {self._function.file}, with {self._memory_bytes} bytes of memory",
-            fix="fix the file, or raise reward.memory_bytes if memory ran out",
+            fix="fix the file, or raise reward.memory_bytes if memory ran out"
+            + (_IN_SANDBOX if self._shut_in else ""),
         )
 
     def _failure(self, outcome: Outcome, what: str) -> Score:
