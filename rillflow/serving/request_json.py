@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from reprlib import Repr
 from typing import Any
 
@@ -94,8 +95,8 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         raise StreamError(what, why=f"the limit is {MAX_KEYS:,}", fix="send a list")
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = set[str]()
-        twice = next(name for name, _ in pairs if name in names or names.add(name))
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name in found if names[name] > 1)
         why = "one of the two values would be lost silently"
         raise StreamError(f"the key {brief(twice)!r} occurs twice in one object", why=why, fix="send one")
     return found
