@@ -95,7 +95,8 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         raise StreamError(what, why=f"the limit is {MAX_KEYS:,}", fix="send a list")
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name in found if names[name] > 1)
         why = "one of the two values would be lost silently"
         raise StreamError(f"the key {brief(twice)!r} occurs twice in one object", why=why, fix="send one")
     return found

@@ -28,7 +28,8 @@ ADAPTERS = {
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
     "starlette": (
-        *("rillflow/serving/http_body.py", "rillflow/serving/openai_server.py", "rillflow/watch/"),
+        *(f"rillflow/serving/{name}.py" for name in ("http_body", "request_reader", "openai_server")),
+        "rillflow/watch/",
         *(f"plugins/service/rillflow_service/{name}.py" for name in ("http_app", "app", "engine_app")),
         *(f"plugins/training_service/rillflow_training_service/{name}.py" for name in ("app", "listing")),
     ),
