@@ -63,4 +63,3 @@ def test_a_busy_machine_is_noted_once_and_at_the_end() -> None:
     assert "other programs use the rest" in notes[0]
     assert len(notes) == 2 and "on average" in notes[1]
     assert "core share" not in {thread.name for thread in threading.enumerate()}
-
