@@ -53,8 +53,8 @@ STOP_LIMIT_S = 10.0
 """Longest time in seconds for a supervisor to end its children before it is killed."""
 
 _IN_SANDBOX = (
-    "; it runs in a sandbox without network, GPU and other files: list files that it reads in reward.files, or "
-    "set sandbox = false if it runs no text of an answer"
+    "; it runs in a sandbox without network, GPU and other files: list files that it reads in reward.files, "
+    "or set sandbox = false if it runs no text of an answer"
 )
 _GRACE_S = 1.0
 """Additional seconds of a sandboxed call, to end the late row and to answer."""
