@@ -18,8 +18,9 @@ MOST_KL = 0.05
 """Largest ``staleness/kl/mean`` without a warning, in nats."""
 KL = "staleness/kl/mean"
 MEAN_GAP, LARGEST_GAP = "mismatch/first_gap/mean", "mismatch/first_gap/max"
-MOST_GAP = 0.5
-"""Largest ``mismatch/first_gap/max`` without a warning, in nats."""
+ROW_GAP = "mismatch/first_row_gap/max"
+MOST = {LARGEST_GAP: 0.5, ROW_GAP: 0.1}
+"""Largest values without a warning, in nats."""
 GROWTH, LEAST_GAP = 5.0, 0.002
 """``mismatch/first_gap/mean`` is warned of above this multiple of all earlier steps, and above this value."""
 
@@ -53,20 +54,21 @@ class MismatchWatch:
 
     def observe(self, step: int, metrics: Metrics) -> str | None:
         """Take a step's metrics; return a warning if its mismatch is large, or far above earlier steps'."""
-        mean, largest = metrics.get(MEAN_GAP), metrics.get(LARGEST_GAP)
-        if mean is None or largest is None:
+        mean = metrics.get(MEAN_GAP)
+        if mean is None:
             return None
         before = max(self._means, default=0.0)
         has_grown = len(self._means) >= IN_A_ROW and mean.value > max(LEAST_GAP, GROWTH * before)
         self._means.append(mean.value)
-        if largest.value <= MOST_GAP and not has_grown:
-            return None
+        above = [name for name, most in MOST.items() if name in metrics and metrics[name].value > most]
         if has_grown:
-            what = (
-                f"{MEAN_GAP} is {number(mean.value)} nats in step {step:,}, and was at most {number(before)}"
-            )
+            now, then = number(mean.value), number(before)
+            what = f"{MEAN_GAP} is {now} nats in step {step:,}, and was at most {then}"
+        elif above:
+            value = number(metrics[above[0]].value)
+            what = f"{above[0]} is {value} nats in step {step:,}, above {MOST[above[0]]:g}"
         else:
-            what = f"{LARGEST_GAP} is {number(largest.value)} nats in step {step:,}, above {MOST_GAP:g}"
+            return None
         return (
             f"{what}: sampler and trainer differ by more than rounding usually does, at some tokens. Compare "
             'with one run at policy.model.dtype = "float32" and rollout.engine = "native", where every token '

@@ -167,7 +167,7 @@ def warnings_of(data: RunData) -> tuple[str, ...]:
     longest = {one.why: one.text for one in sorted(lessons, key=lambda one: one.last - one.first)}
     phases = dict.fromkeys(name for name, _ in curves.phases)
     gaps = [gap_warning(curves.records([sampler_gap.KL], name)) for name in phases]
-    first = (sampler_gap.MEAN_GAP, sampler_gap.LARGEST_GAP)
+    first = (sampler_gap.MEAN_GAP, sampler_gap.LARGEST_GAP, sampler_gap.ROW_GAP)
     gaps += [mismatch_warning(curves.records(first, name)) for name in phases]
     return (*longest.values(), *filter(None, gaps), *_gone(data))
 

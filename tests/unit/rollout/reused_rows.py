@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import Any
 
@@ -32,24 +33,25 @@ SHARED = 70
 
 
 class CountedPasses(GraphedPasses):
-    """Rounded passes that count those with padding rows."""
+    """Rounded passes that count passes with padding rows, and passes with graphs to replay."""
 
-    passes = padded = 0
+    passes = padded = replayed = 0
 
     def forward(self, layers: Any, segments: Any, tokens: Tensor) -> Tensor:
         """See GraphedPasses."""
         shape = rounded(layers, segments, rounds_rows=self._rounds_rows)
         self.passes += 1
         self.padded += sum(rows for _, rows, *_ in shape) > len(tokens)
+        self.replayed += bool(self._graphs)
         return super().forward(layers, segments, tokens)
 
 
-def round_passes(engine: NativeEngine) -> CountedPasses:
-    """Let an engine of one worker round its passes on a CPU as on CUDA."""
+def round_passes(engine: NativeEngine, *, captures: bool = False) -> CountedPasses:
+    """Let an engine of one worker round its passes on a CPU as on CUDA, and count them."""
     (worker,) = engine._workers
     with torch.inference_mode():
         recorded = worker._driven()._module
-    passes = CountedPasses(recorded._module, captures=False, rounds_rows=worker._fixed_rows is None)
+    passes = CountedPasses(recorded._module, captures=captures, rounds_rows=worker._fixed_rows is None)
     recorded._graphed = passes
     return passes
 
@@ -227,7 +229,9 @@ def states_of(module: nn.Module, tokens: Rows[int]) -> list[tuple[Tensor, Tensor
     return [(layer.keys[0].float(), layer.values[0].float()) for layer in cache.layers]
 
 
-def engine_of(module: nn.Module, *, seed: int = 3, **settings: object) -> NativeEngine:
+def engine_of(
+    module: nn.Module, *, seed: int = 3, record_after: float = inf, **settings: object
+) -> NativeEngine:
     """Return an engine of one worker."""
     return NativeEngine(
         module,
@@ -235,6 +239,6 @@ def engine_of(module: nn.Module, *, seed: int = 3, **settings: object) -> Native
         stop_tokens=frozenset(),
         seed=seed,
         context=CONTEXT,
-        record_after=float("inf"),
+        record_after=record_after,
         workers=1,
     )

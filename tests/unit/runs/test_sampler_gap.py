@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rillflow.records.metrics import Max, Mean, Metrics
-from rillflow.runs.sampler_gap import MOST_GAP, MOST_KL, gap_warning, mismatch_warning
+from rillflow.runs.sampler_gap import LARGEST_GAP, MOST, MOST_KL, ROW_GAP, gap_warning, mismatch_warning
 
 
 def moved(kl: float) -> Metrics:
@@ -28,8 +28,9 @@ def test_fewer_in_a_row_or_rows_that_are_never_stale_are_not() -> None:
     assert gap_warning(enumerate([FAR, FAR, {}, FAR, FAR])) is None
 
 
-def mismatch(mean: float, largest: float) -> Metrics:
+def mismatch(mean: float, largest: float, row: float = 0.01) -> Metrics:
     return {
+        "mismatch/first_row_gap/max": Max(value=row),
         "mismatch/first_gap/mean": Mean(total=mean * 400, count=400.0),
         "mismatch/first_gap/max": Max(value=largest),
     }
@@ -39,7 +40,9 @@ def test_a_large_difference_is_warned_of_in_the_first_step() -> None:
     text = mismatch_warning([(1, mismatch(0.0077, 1.32))])
     assert text is not None and "mismatch/first_gap/max is 1.32 nats in step 1, above 0.5" in text
     assert 'policy.model.dtype = "float32"' in text and "gap_tolerance" in text
-    assert mismatch_warning([(1, mismatch(0.0077, MOST_GAP))]) is None
+    assert mismatch_warning([(1, mismatch(0.0077, MOST[LARGEST_GAP], MOST[ROW_GAP]))]) is None
+    text = mismatch_warning([(1, mismatch(0.0077, 0.4, 0.125))])
+    assert text is not None and "mismatch/first_row_gap/max is 0.125 nats in step 1, above 0.1" in text
 
 
 def test_a_mean_that_grows_between_steps_is_warned_of() -> None:

@@ -110,7 +110,7 @@ def test_turns_with_environments(model: LanguageModel, tmp_path: Path) -> None:
         assert isinstance(engine._inner, NativeEngine)
         passes, rows = round_passes(engine._inner), list[Rollout]()
         (worker,) = engine._inner._workers
-        worker._kept = lambda *_: None  # type: ignore[method-assign]  # as on CUDA
+        worker._kept = lambda *_: None  # type: ignore[assignment,method-assign]  # as on CUDA
         for start in starts(prompts(model, ["text"] * 6), 4):
             engine.add(start)
         while engine.has_work:
