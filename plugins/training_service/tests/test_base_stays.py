@@ -1,4 +1,4 @@
-"""A server leaves a note in the run whose checkpoint it serves, so clients' adapters keep their base."""
+"""A server notes in the run whose checkpoint it serves that its clients' adapters stand on it."""
 
 from __future__ import annotations
 
