@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from rillflow.app.encoding import EncodedTask, encode_task, longest_row
 from rillflow.app.model_files import ALIKE, ModelSizes, sizes_from, sizes_of_directory, sizes_of_new
 from rillflow.app.recipe import Recipe
-from rillflow.app.standing import NOTHING_TO_STAND_ON, Standing
+from rillflow.app.standing import NOTHING_TO_STAND_ON, StandsOn
 from rillflow.app.trained import named_model
 from rillflow.errors import ConfigError, DataError, ModelError, RewardError
 from rillflow.models.bare import character_tokenizer
@@ -80,7 +80,7 @@ class RecipeFacts:
     """The recipe's folder; its paths are relative to it."""
     given: Given = NOTHING
     """Rows and rewards that are Python objects instead of files."""
-    standing: Standing = NOTHING_TO_STAND_ON
+    standing: StandsOn = NOTHING_TO_STAND_ON
     """The models that the recipe's run stands on, whose places the recipe has."""
     drawn: int | None = None
     """Number of rows that held-out rows are drawn from, if a run resumes; see ``open_task``."""

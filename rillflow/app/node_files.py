@@ -79,7 +79,7 @@ NOWHERE = FileState(path="")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listing:
+class NodeListing:
     """The files of a subject on one node."""
 
     files: Mapping[str, FileState]
@@ -142,7 +142,7 @@ def first_places(nodes: Mapping[Place, Node]) -> dict[Place, Node]:
     return {at: nodes[at] for at in firsts.values()}
 
 
-def other_names(here: Listing, there: Listing) -> list[str]:
+def other_names(here: NodeListing, there: NodeListing) -> list[str]:
     """Return how the names, the readable files and the versions of a node differ from this machine's."""
     problems = []
     for name in sorted({*here.files, *there.files}):
@@ -161,7 +161,7 @@ def other_names(here: Listing, there: Listing) -> list[str]:
     return problems
 
 
-def unproven(here: Listing, there: Listing) -> dict[str, tuple[FileState, FileState]]:
+def unproven(here: NodeListing, there: NodeListing) -> dict[str, tuple[FileState, FileState]]:
     """Return the files of this machine and of a node that may differ, by name; their stats prove nothing."""
     return {
         name: (here.files[name], theirs)
@@ -212,7 +212,7 @@ def _refuse(node: Node, problems: Sequence[str]) -> None:
         )
 
 
-def listing_of(subject: Subject) -> Listing:
+def listing_of(subject: Subject) -> NodeListing:
     """Return the files of a subject on this node."""
     code, files, waiting = code_of(subject.roots), dict[str, FileState](), list[str]()
     for name, path in code.files.items():
@@ -229,7 +229,7 @@ def listing_of(subject: Subject) -> Listing:
             )
         if not any(name.startswith(f"{setting} ") for name in files):
             waiting.append(f"{setting} ")
-    return Listing(files=files, versions=code.versions, open=tuple(waiting), texts=code.texts)
+    return NodeListing(files=files, versions=code.versions, open=tuple(waiting), texts=code.texts)
 
 
 def _model_files(setting: str, source: str, subject: Subject) -> Iterator[tuple[str, str]]:
@@ -290,10 +290,10 @@ def _digest(path: str) -> str:
         return f"{_ERROR}{error.strerror}"
 
 
-def _listed_here(site: Site, subject: Subject) -> Listing:
+def _listed_here(site: Site, subject: Subject) -> NodeListing:
     del site
     listing = listing_of(subject)
-    return Listing(files=listing.files, versions=listing.versions, open=listing.open)
+    return NodeListing(files=listing.files, versions=listing.versions, open=listing.open)
 
 
 def _digests_here(site: Site, paths: Sequence[str]) -> dict[str, str]:

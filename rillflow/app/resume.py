@@ -16,7 +16,7 @@ from rillflow.app.consistency import inconsistencies
 from rillflow.app.default_pools import has_default_pools, on_pools
 from rillflow.app.device_defaults import values_of_run, with_values
 from rillflow.app.recipe import KIND, LoadedRecipe, Recipe, other_kind, recipe_class
-from rillflow.app.standing import NOTHING_TO_STAND_ON, Standing, at_places
+from rillflow.app.standing import NOTHING_TO_STAND_ON, StandsOn, at_places
 from rillflow.config.load import validate
 from rillflow.config.problems import together
 from rillflow.controller.checkpoint import Checkpoint
@@ -84,7 +84,7 @@ SEVERAL = "functions."
 
 
 def resolved(
-    recipe: Recipe, task: Task, base: Path, standing: Standing = NOTHING_TO_STAND_ON
+    recipe: Recipe, task: Task, base: Path, standing: StandsOn = NOTHING_TO_STAND_ON
 ) -> dict[str, Any]:
     """Return a run directory's config: every setting, and digests of data, functions and models."""
     sources = {setting: digest(text) for setting, text in sources_of(recipe, task, base).items()}

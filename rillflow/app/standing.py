@@ -1,9 +1,9 @@
-"""Standing: find the models that a run stands on, hold them while their runs train on, and record them.
+"""StandsOn: find the models that a run stands on, hold them while their runs train on, and record them.
 
     setting ─┬─ as in the run's config ─> its base: where it is now, with the same digest
              ├─ another name ──────────> the model with that digest there, which only moved
              └─ of a new run ──────────> of a run: its newest checkpoint, pinned and then read
-                                                 └─> Standing: paths, names, bases ─> config.json
+                                                 └─> StandsOn: paths, names, bases ─> config.json
 
 The unchanged command of a run thus takes the checkpoint that the run began from, also if the base has trained
 on. A config keeps the name that the run began with; its bases say where the model is now.
@@ -47,7 +47,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class StandsOn:
     """The models that a run stands on."""
 
     places: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Standing:
         return tuple(f"{layout.BASES}.{key}" for key in equal)
 
 
-NOTHING_TO_STAND_ON = Standing()
+NOTHING_TO_STAND_ON = StandsOn()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class _Kept:
         return _value(self.config, setting)
 
 
-def standing_of(recipe: Recipe, base: Path, run: Path | None, pins: Pins | None = None) -> Standing:
+def standing_of(recipe: Recipe, base: Path, run: Path | None, pins: Pins | None = None) -> StandsOn:
     """Return the models that a run of a recipe stands on.
 
     Args:
@@ -136,7 +136,7 @@ def standing_of(recipe: Recipe, base: Path, run: Path | None, pins: Pins | None 
         chain = _chain(key, place, base, kept, pins)
         if chain:
             bases[key] = chain
-    return Standing(places=places, names=names, bases=bases)
+    return StandsOn(places=places, names=names, bases=bases)
 
 
 def at_places(recipe: Recipe, run: Path, *, is_strict: bool = True) -> Recipe:

@@ -2,7 +2,7 @@
 
     function ── its file, the user's modules that it imports ─┬─> [Doubt]    not known to be harmless
                                                               └─> [TextUse]  runs text or starts processes
-             ── reward.sandbox: auto | true | false ──────────────> Decision, or refused
+             ── reward.sandbox: auto | true | false ──────────────> SandboxDecision, or refused
 
 Under ``auto`` a reward is shut in unless its source is known to be harmless (``harmless_source``). An agent
 or an environment is shut in if its source is recognised to run text or start processes. Names are resolved
@@ -79,7 +79,7 @@ class TextUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class SandboxDecision:
     """Whether a function runs in the sandbox, and why."""
 
     is_shut_in: bool
@@ -117,7 +117,7 @@ def is_shut_in(function: FunctionPath, setting: Setting, *, unless_harmless: boo
     return decide(function, setting, unless_harmless=unless_harmless).is_shut_in
 
 
-def decide(function: FunctionPath, setting: Setting, *, unless_harmless: bool) -> Decision:
+def decide(function: FunctionPath, setting: Setting, *, unless_harmless: bool) -> SandboxDecision:
     """Decide whether a function runs in the sandbox.
 
     Args:
@@ -130,10 +130,10 @@ def decide(function: FunctionPath, setting: Setting, *, unless_harmless: bool) -
         RewardError: under ``auto``, the function runs text in its own process.
     """
     if function.address:
-        return Decision(is_shut_in=False)
+        return SandboxDecision(is_shut_in=False)
     uses, unproven = text_uses(function), doubts(function)
     if setting != "auto":
-        return Decision(is_shut_in=setting, uses=uses, doubts=unproven)
+        return SandboxDecision(is_shut_in=setting, uses=uses, doubts=unproven)
     for use in uses:
         if use.is_in_process:
             raise RewardError(
@@ -142,7 +142,9 @@ def decide(function: FunctionPath, setting: Setting, *, unless_harmless: bool) -
                 fix="run it with run_python of rillflow.rewards.programs and compare its output, or "
                 "check its syntax with ast.parse; sandbox = false allows an answer to set its own reward",
             )
-    return Decision(is_shut_in=bool(uses) or (unless_harmless and bool(unproven)), uses=uses, doubts=unproven)
+    return SandboxDecision(
+        is_shut_in=bool(uses) or (unless_harmless and bool(unproven)), uses=uses, doubts=unproven
+    )
 
 
 def _uses(file: Path, tree: ast.Module) -> Iterator[TextUse]:

@@ -1,6 +1,6 @@
 """File bounds: data files are regular files, and their rows fit into the memory that is there.
 
-    path ─ regular? ─> bytes or rows ─ Room.take ─> counted, before they become Python objects
+    path ─ regular? ─> bytes or rows ─ FileBounds.take ─> counted, before they become Python objects
     Parquet ─ footer: rows, unpacked bytes ─ batches, unpacked ─ the same count
 
 Two rules: rows may take half of the free memory, and a compressed file may stand for at most a thousand times
@@ -72,7 +72,7 @@ def free_memory() -> int:
     return min(found)
 
 
-class Room:
+class FileBounds:
     """Memory for the rows of a file.
 
     Args:

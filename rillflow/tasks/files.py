@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 from rillflow.errors import DataError
 from rillflow.tasks.columns import ColumnPlan
 from rillflow.tasks.example import check_names
-from rillflow.tasks.file_bounds import Room, require_regular
+from rillflow.tasks.file_bounds import FileBounds, require_regular
 from rillflow.tasks.parquet_rows import parquet_rows
 
 ENDINGS = (".jsonl", ".parquet")
@@ -216,7 +216,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the number, from 1, and the bytes of each line that is not blank."""
     try:
         size = path.stat().st_size
-        room = Room(path, size, is_packed=False)
+        room = FileBounds(path, size, is_packed=False)
         room.require(size, size)
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

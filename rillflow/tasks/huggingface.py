@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.errors import DataError, nearest
-from rillflow.tasks.file_bounds import Room, leaves, require_regular, text_bytes
+from rillflow.tasks.file_bounds import FileBounds, leaves, require_regular, text_bytes
 from rillflow.tasks.parquet_rows import require_footer
 
 HUB = "hf:"
@@ -103,7 +103,7 @@ def hub_rows(source: HubSource, base: Path) -> Iterator[tuple[int, dict[str, Any
         name = f"{HUB}{source.name}"
         raise DataError(f"{name} has no column of text, numbers or lists", why=f"it has {schema.names}")
     tables = data.select_columns(plain).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE)
-    room, number = Room(f"{HUB}{source.name}", 0, is_packed=False), 0
+    room, number = FileBounds(f"{HUB}{source.name}", 0, is_packed=False), 0
     for table in tables:
         for batch in table.to_batches():
             room.take(sum(map(text_bytes, batch)), batch.num_rows, sum(map(leaves, batch)))
@@ -159,7 +159,7 @@ def require_readable(folder: Path) -> None:
         require_regular(path, "the file")
         if path.suffix == ".parquet":
             try:
-                require_footer(read_metadata(path), Room(path, path.stat().st_size, is_packed=True))
+                require_footer(read_metadata(path), FileBounds(path, path.stat().st_size, is_packed=True))
             except (ArrowException, OSError) as error:
                 raise DataError(f"{path} cannot be read as Parquet", why=str(error).split("\n")[0]) from None
 

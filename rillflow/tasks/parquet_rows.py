@@ -1,6 +1,6 @@
 """Parquet rows: rows of a Parquet file as plain values, batch by batch, within the memory that is there.
 
-    footer ─ rows, unpacked bytes ─> Room ─> batches with dictionaries kept ─ texts counted ─> Room ─> rows
+    footer ─ rows, unpacked bytes ─> FileBounds ─> batches with dictionaries kept ─ texts counted ─> FileBounds ─> rows
 
 A Parquet file of some kilobytes can stand for gigabytes: pages are compressed, and equal values are stored
 once. So texts stay in their dictionary until it is known how long they are in all rows.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.errors import DataError
-from rillflow.tasks.file_bounds import Room, leaves, text_bytes
+from rillflow.tasks.file_bounds import FileBounds, leaves, text_bytes
 
 ROWS_AT_ONCE = 1024
 _TEXT = "BYTE_ARRAY"
@@ -41,7 +41,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         columns = [schema.column(place) for place in range(len(schema))]
         texts = [each.path for each in columns if each.physical_type == _TEXT]
         with ParquetFile(path, read_dictionary=texts) as file:
-            room = Room(path, path.stat().st_size, is_packed=True)
+            room = FileBounds(path, path.stat().st_size, is_packed=True)
             require_footer(file.metadata, room)
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
                 room.take(sum(map(text_bytes, batch)), batch.num_rows, sum(map(leaves, batch)))
@@ -53,11 +53,11 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path} cannot be read as Parquet", why=why) from None
 
 
-def require_footer(metadata: Any, room: Room) -> None:
+def require_footer(metadata: Any, room: FileBounds) -> None:
     """Refuse a Parquet file whose footer tells of more than there is room for.
 
     Raises:
-        DataError: see ``Room``.
+        DataError: see ``FileBounds``.
     """
     groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
     unpacked = sum(each.total_byte_size for each in groups)

@@ -11,7 +11,7 @@ import pytest
 from rillflow.app.imported_code import Root, code_of
 from rillflow.app.node_files import (
     FileState,
-    Listing,
+    NodeListing,
     Subject,
     digests_of,
     listing_of,
@@ -153,14 +153,14 @@ def test_stats_prove_one_file_only_with_parts_of_a_second() -> None:
 
 
 def test_another_version_of_a_required_package_is_a_difference() -> None:
-    here, there = (Listing(files={}, versions={"sympy": version}) for version in ("1.13", "1.14"))
+    here, there = (NodeListing(files={}, versions={"sympy": version}) for version in ("1.13", "1.14"))
     assert other_names(here, there) == ["it has sympy 1.14, and this machine 1.13"]
 
 
 def test_a_model_that_a_node_downloads_is_compared_by_what_is_there() -> None:
     files = {"policy.model.path config.json": FileState(path="/a/config.json")}
-    there = Listing(files={}, versions={}, open=("policy.model.path ",))
-    assert other_names(Listing(files=files, versions={}), there) == []
+    there = NodeListing(files={}, versions={}, open=("policy.model.path ",))
+    assert other_names(NodeListing(files=files, versions={}), there) == []
 
 
 def test_code_given_as_text_is_read_for_its_imports(tmp_path: Path) -> None:

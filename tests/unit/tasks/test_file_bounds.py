@@ -13,7 +13,7 @@ import pytest
 from rillflow.errors import DataError
 from rillflow.tasks import file_bounds
 from rillflow.tasks.example import example_of
-from rillflow.tasks.file_bounds import LEAST_UNPACKED, Room
+from rillflow.tasks.file_bounds import LEAST_UNPACKED, FileBounds
 from rillflow.tasks.files import read_rows
 
 
@@ -118,7 +118,7 @@ def test_what_fits_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_room_counts_rows_and_values() -> None:
-    room = Room("f", 10, is_packed=False, free=10_000)
+    room = FileBounds("f", 10, is_packed=False, free=10_000)
     room.take(1000, rows=2, values=10)
     with pytest.raises(DataError, match="the rows of f need at least"):
         room.take(1000, rows=2, values=10)
