@@ -1,6 +1,6 @@
 """Parquet rows: rows of a Parquet file as plain values, batch by batch, within the memory that is there.
 
-    footer ─ rows, unpacked bytes ─> FileBounds ─> batches with dictionaries kept ─ texts counted ─> FileBounds ─> rows
+    footer ─ rows, unpacked bytes ─> FileBounds ─> batches ─ texts counted ─> FileBounds ─> rows
 
 A Parquet file of some kilobytes can stand for gigabytes: pages are compressed, and equal values are stored
 once. So texts stay in their dictionary until it is known how long they are in all rows.
