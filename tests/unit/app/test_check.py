@@ -160,7 +160,7 @@ def test_the_reward_is_called_on_two_rows(folder: Path) -> None:
     [
         ("[1 / 0, 1 / 0]", "ZeroDivisionError: division by zero (own.py, line 1, in reward"),
         ("[float('nan')] * 2", "failed on 2 of the 2 rows it was tried on: the score is nan"),
-        ("__import__('time').sleep(1000)", "gave no answer within 0.2 s"),
+        ("__import__('time').sleep(1000)", "gave no answer within 0."),
         ("__import__('os')._exit(0)", "exited with status 0"),
         ("[1.0]", "returned 1 scores for 2 rows"),
         ("[answers]", "NameError: name 'answers' is not defined"),
@@ -188,9 +188,17 @@ def test_the_model_is_measured(folder: Path) -> None:
     assert "KV cache" in text
 
 
+HARMLESS = (
+    'reward.py:exact cannot run text or start processes; reward.sandbox = "auto"; runs without a sandbox; '
+    "reward.sandbox = true shuts it in"
+)
+
+
 def test_notes_say_what_might_not_be_expected(folder: Path) -> None:
     notes = check(loaded(folder, "algorithm.prompts_per_step=9", "task.held_out=0")).notes
-    assert notes == ["nothing is held out, so nothing will be evaluated"]
+    assert [note for note in notes if note != HARMLESS] == [
+        "nothing is held out, so nothing will be evaluated"
+    ]
     notes = check(loaded(folder, "algorithm.prompts_per_step=9")).notes
     assert any("draws 9 prompts and the task has 8" in note for note in notes)
     assert any("evaluate.problems is 500, but only 2" in note for note in notes)
@@ -203,7 +211,7 @@ def test_notes_say_what_might_not_be_expected(folder: Path) -> None:
 def test_an_evaluation_may_be_taken_away(folder: Path) -> None:
     report = check(loaded(folder, "evaluate=none"))
     assert "never evaluated" in said(report, "data")
-    assert (report.problems, report.notes) == ([], [])
+    assert (report.problems, report.notes) == ([], [HARMLESS])
 
 
 @pytest.mark.parametrize(
