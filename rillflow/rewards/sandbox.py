@@ -50,6 +50,7 @@ from rillflow.rewards.kernel import (
     mount,
     set_attributes,
 )
+from rillflow.workers.busy_machine import WAITS
 
 SIZE = "256m"
 """Size of the sandbox's /tmp; it uses main memory."""
@@ -64,7 +65,7 @@ _REMOVE_LIMIT_S = 1.0
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS")
+_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS", *WAITS)
 _NEW_ROOT = "/proc"
 """Mount point for building the new root: it exists everywhere and hides no path that is bound."""
 
