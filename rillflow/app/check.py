@@ -18,7 +18,8 @@ from rillflow.app.preflight_checks import look, look_at_peaks, look_at_run
 from rillflow.app.recipe import LoadedRecipe, Recipe
 from rillflow.app.resume import drawn_from, with_choices_of_run
 from rillflow.app.role_table import ROLES, model_roles, roles_of
-from rillflow.app.standing import standing_of
+from rillflow.app.standing import NOTHING_TO_STAND_ON, standing_of
+from rillflow.errors import RunDirectoryError
 from rillflow.rollout.config import NATIVE, SERVICE, VLLM
 from rillflow.runs.run_directory import holds_step
 from rillflow.tasks.files import ENDINGS
@@ -40,7 +41,10 @@ def check(
     report = Report()
     run = Path(loaded.recipe.run.dir or ".")
     recipe = with_choices_of_run(loaded.recipe, run)
-    standing = standing_of(recipe, loaded.base, run if holds_step(run) else None)
+    try:
+        standing = standing_of(recipe, loaded.base, run if holds_step(run) else None)
+    except RunDirectoryError:  # the checks raise it again, and report it beside other problems
+        standing = NOTHING_TO_STAND_ON
     recipe = standing.recipe(recipe)
     kept = {key for key in SETTINGS if value_of(recipe, key) != value_of(loaded.recipe, key)}
     origins = {**loaded.given, **dict.fromkeys(kept, f"{AUTO}: as {run} began")}
