@@ -216,3 +216,25 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = {
     "streams": EVERYWHERE,
 }
 """Attacks by server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """An attack that was sent."""
+
+    name: str
+    """Its name."""
+    begin_s: float
+    """When it began, on the machine's clock."""
+    end_s: float
+    """When it ended."""
+
+
+def sent_until(until_s: float, attacks: tuple[Attack, ...], target: Target, seed: str) -> list[Sent]:
+    """Send attacks that a seed draws until the time is over; return them."""
+    draw, log = random.Random(seed), []
+    while (begin_s := time.monotonic()) < until_s:
+        attack = draw.choice(attacks)
+        attack(target, draw)
+        log.append(Sent(name=attack.__name__, begin_s=begin_s, end_s=time.monotonic()))
+    return log
