@@ -27,9 +27,11 @@ MAX_CONTAINERS = 2**16
 """Most objects and lists of a request: each takes some hundred bytes of memory."""
 MAX_KEYS = 2**12
 """Most keys of one object; an unknown key is an error of its own."""
-_MARKS = b'"[]{},'
+MAX_ALL_KEYS = 2**17
+"""Most keys of all objects together: an object is made of the list of its keys and values."""
+_MARKS = b'"[]{},:'
 _OTHERS = bytes(code for code in range(256) if code not in _MARKS)
-_QUOTE, _COMMA, _OPEN, _CLOSE = b'"'[0], b","[0], [*b"[{"], [*b"]}"]
+_QUOTE, _COMMA, _COLON, _OPEN, _CLOSE = b'"'[0], b","[0], b":"[0], [*b"[{"], [*b"]}"]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SHORT = Repr()
@@ -86,6 +88,9 @@ def _require_small(body: bytes | bytearray, max_values: int) -> None:
     if containers > MAX_CONTAINERS:
         why = f"the limit is {MAX_CONTAINERS:,}"
         raise StreamError(f"the request has {containers:,} lists and objects", why=why, fix=fix)
+    keys = int((marks == _COLON).sum())
+    if keys > MAX_ALL_KEYS:
+        raise StreamError(f"the request has {keys:,} keys", why=f"the limit is {MAX_ALL_KEYS:,}", fix=fix)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

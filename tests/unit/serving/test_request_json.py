@@ -49,6 +49,7 @@ TOO_MUCH = {
     "lists": (b'{"a": [' + b"[]," * MAX_CONTAINERS + b"0]}", "lists and objects"),
     "depth": (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "nested deeper than 64 levels"),
     "keys": (json.dumps(dict.fromkeys(map(str, range(MAX_KEYS + 1)), 1)).encode(), "has 4,097 keys"),
+    "all keys": (b'{"a": [' + b'{"a":1,"b":2,"c":3},' * 50_000 + b"0]}", "has 150,001 keys"),
     "twice": (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
     "surrogate": (b'{"a": ["\\ud800"]}', "has U\\+D800 at index 0"),
     "utf-16": ('{"a": 1}'.encode("utf-16"), "the request is not JSON"),
