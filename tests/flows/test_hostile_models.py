@@ -97,5 +97,5 @@ def test_no_code_of_a_recipe_or_a_model_runs(folder: Path, checked: Checked) -> 
         assert "not run (--no-code)" in said and "reward: reward.py:brief" in said, said
         assert [name for name, mark in marks.items() if mark.exists()] == []
         write_rows(folder, rows())  # the template once, because transformers renders it
-    assert checked(folder)[0] == 0
+    assert checked(folder, "--set", "reward.sandbox=false")[0] == 0
     assert [name for name, mark in marks.items() if mark.exists()] == ["reward"], "the trap would catch"

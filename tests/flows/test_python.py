@@ -12,7 +12,9 @@ import pytest
 
 import rillflow
 from rillflow.app.recipe import load_recipe
+from rillflow.app.standing import standing_of
 from rillflow.errors import CallbackError, ConfigError, DataError, Interrupted, RewardError, RunDirectoryError
+from rillflow.runs.bases import bases_of
 from rillflow.runs.layout import rollout_files
 from tests.flows.conftest import Tiny
 
@@ -105,12 +107,14 @@ def test_numbers_of_numpy_are_numbers_and_a_run_starts_from_another_one(tiny: Ti
     assert {type(row.columns["n"]) for row in first.rollouts()} == {int}
     start = {"policy.model": {"path": str(first.path)}, **one}
     second = train(tiny.folder / "second", prompts=rows, settings=start)
-    assert second.settings["policy"]["model"]["path"] == str(first.checkpoint())  # type: ignore[index,call-overload]
+    assert second.settings["policy"]["model"]["path"] == str(first.path)  # type: ignore[index,call-overload]
+    assert [base.path for base in bases_of(second.path)["policy"]] == [str(first.checkpoint())]
     critic = {**one, "algorithm.name": "ppo", "critic.path": str(first.path)}
-    assert load_recipe(RECIPE, critic).recipe.critic.path == str(first.checkpoint())
+    ppo = load_recipe(RECIPE, critic).recipe
+    assert standing_of(ppo, Path(), None).places["critic.path"] == str(first.checkpoint())
     beside = Path(str(first.checkpoint())).with_name("critic")
     shutil.copytree(str(first.checkpoint()), beside)
-    assert load_recipe(RECIPE, critic).recipe.critic.path == str(beside)
+    assert standing_of(ppo, Path(), None).places["critic.path"] == str(beside)
     empty = tiny.folder / "empty"
     shutil.copytree(first.path, empty, ignore=shutil.ignore_patterns("step-*"))
     with pytest.raises(RunDirectoryError, match="empty has no checkpoint"):

@@ -159,10 +159,11 @@ class ServedCore:
             unname_memory(self._settings.port)
         log = f"its output is in {self._server.log}" if self._server.log is not None else ""
         lines, was_killed = self._server.last_lines(), self._server.was_killed()
+        silent = "another process or the system ended it" if was_killed else "it has no output"
         return EngineLost(
             f"{self._server} {how}, in a request to {_name(word)}",
-            why=f"its last output: {lines}" if lines else "another process or the system ended it",
-            fix="; ".join(filter(None, [_MEMORY if was_killed or not lines else "", log])),
+            why=f"its last output: {lines}" if lines else silent,
+            fix="; ".join(filter(None, [_MEMORY if was_killed else "", log])),
         )
 
 

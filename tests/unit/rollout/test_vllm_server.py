@@ -124,10 +124,10 @@ def test_a_server_hands_an_adapter_on_with_its_version_and_scale(
 def test_a_server_says_what_it_cannot_do_or_with_what_it_ended() -> None:
     with pytest.raises(RolloutError, match="/no/such/python cannot start vLLM's server"):
         ServedCore(Path("/no/such/python"), SETTINGS)
-    with pytest.raises(RolloutError, match="exited with status 0 during a request to start") as caught:
+    with pytest.raises(RolloutError, match="ended with exit code 0, in a request to start") as caught:
         ServedCore(Path("/bin/true"), SETTINGS)
     assert "it has no output" in caught.value.why
-    with pytest.raises(RolloutError, match="exited with status 2") as caught:
+    with pytest.raises(RolloutError, match="ended with exit code 2") as caught:
         ServedCore(Path("/bin/sh"), SETTINGS)
     assert "its last output: " in caught.value.why
 
