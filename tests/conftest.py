@@ -41,6 +41,7 @@ LONGEST_FIRST = (
     "tests/simulation/test_seeds.py",
     "tests/unit/app/test_peaks.py",
     "tests/architecture/test_mutation_study.py",
+    "tests/unit/rollout/test_reused_rows.py",
 )
 """Files of about ten seconds of processor time and more."""
 
