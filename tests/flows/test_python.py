@@ -107,7 +107,7 @@ def test_numbers_of_numpy_are_numbers_and_a_run_starts_from_another_one(tiny: Ti
     assert {type(row.columns["n"]) for row in first.rollouts()} == {int}
     start = {"policy.model": {"path": str(first.path)}, **one}
     second = train(tiny.folder / "second", prompts=rows, settings=start)
-    assert second.settings["policy"]["model"]["path"] == str(first.path)  # type: ignore[index,call-overload]
+    assert second.settings["policy"]["model"]["path"] == str(first.checkpoint())  # type: ignore[index,call-overload]
     assert [base.path for base in bases_of(second.path)["policy"]] == [str(first.checkpoint())]
     critic = {**one, "algorithm.name": "ppo", "critic.path": str(first.path)}
     ppo = load_recipe(RECIPE, critic).recipe
