@@ -7,6 +7,7 @@ keep one worker at work and the others idle. The order of the tests in a file st
 from __future__ import annotations
 
 import gc
+import signal
 
 import pytest
 
@@ -50,6 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the files; the sort is stable."""
     places = {file: place for place, file in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+def pytest_configure() -> None:
+    """Take signals that a shell ignores for its background jobs, because commands respect that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:
