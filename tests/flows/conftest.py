@@ -153,7 +153,9 @@ class Tiny:
         """Check that two runs end with bit-identical weights and moments."""
         newest = [max((self.folder / run / "checkpoints").glob("step-*")) for run in (one, other)]
         assert newest[0].name == newest[1].name
-        for file in ("policy/model.safetensors", "policy.optimizer/rank-00000.safetensors"):
+        is_adapter = (newest[0] / "policy" / "adapter_config.json").exists()
+        weights = f"policy/{'adapter_' * is_adapter}model.safetensors"
+        for file in (weights, "policy.optimizer/rank-00000.safetensors"):
             first, second = (load_file(folder / file) for folder in newest)
             assert first.keys() == second.keys()
             assert all(torch.equal(first[name], second[name]) for name in first), file
