@@ -29,7 +29,8 @@ def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
     argued = [line for line in lines if not line["seen_by"] and line["name"] in equivalent]
     seen = sum(bool(line["seen_by"]) for line in counted)
     low, high = interval(seen, len(counted))
-    commit, seed, paths = lines[0]["commit"], lines[0]["seed"], lines[0].get("within", [])
+    commit, seed = lines[0]["commit"], lines[0]["seed"]
+    paths = lines[0].get("within", [])  # a study of the whole package may have lines without it
     out = [
         HEAD,
         f"Commit {commit}, `python benchmarks/mutation --mutants {len(lines)} --seed {seed}"

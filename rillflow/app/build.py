@@ -106,7 +106,7 @@ class Build:
         self.nodes = backend.nodes
         """Node of every rank; empty if all ranks are on this machine."""
         self.notes = check_nodes(facts, run.path, backend)
-        """What differs between the nodes of the ranks and this machine."""
+        """Differences between the nodes of the ranks and this machine."""
         self._roles = RoleGroups(facts, run.path, checkpoint, backend)
         model_input, encoded = self._roles.model_input, facts.encoded
         if encoded is None or not encoded.model_input.reads_as(model_input):

@@ -32,7 +32,7 @@ _BIASES: Mapping[Correction, str] = {
     "m2po": "Tokens beyond the limit have no gradient",
     "topr": "Rows with advantages of at least 0 have weight 1, and a bound limits the others",
 }
-"""How each correction differs from the importance weight."""
+"""Difference of each correction from the importance weight."""
 
 
 def with_correction(config: OnlineConfig, engine: str) -> OnlineConfig:

@@ -124,7 +124,7 @@ class _Start:
     path: Path
     """The run directory."""
     is_fresh: bool
-    """Whether an older run there is set aside."""
+    """Whether an older run in the directory is set aside."""
     is_replay: bool
     """Whether the directory is temporary."""
 

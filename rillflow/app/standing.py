@@ -89,7 +89,7 @@ NOTHING_TO_STAND_ON = StandsOn()
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """What a run has recorded of its models."""
+    """The records of a run about its models."""
 
     run: Path
     """The run directory."""
