@@ -99,7 +99,8 @@ def run(given: argparse.Namespace) -> None:
         print(f"{number}/{len(drawn)} {told}", flush=True)
         if not given.again:
             place = places[mutant.name]
-            study_of = {"commit": commit, "seed": given.seed, "within": given.within}
+            chosen = [] if given.tests == [*CPU_LIMIT_S] else given.tests
+            study_of = {"commit": commit, "seed": given.seed, "within": given.within, "tests": chosen}
             write({**study_of, "place": place, **line}, given.lines)
     runner.close()
 

@@ -31,10 +31,12 @@ def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
     low, high = interval(seen, len(counted))
     commit, seed = lines[0]["commit"], lines[0]["seed"]
     paths = lines[0].get("within", [])  # a study of the whole package may have lines without it
+    tests = lines[0].get("tests", [])  # and a study of all tests without these
     out = [
         HEAD,
         f"Commit {commit}, `python benchmarks/mutation --mutants {len(lines)} --seed {seed}"
         + "".join(f" {each}" for each in ["--within", *paths] if paths)
+        + "".join(f" {each}" for each in ["--tests", *tests] if tests)
         + "`:",
         f"{len(lines)} random mutants of {', '.join(paths) or 'the package and its plugins'},"
         + " each tried once."
