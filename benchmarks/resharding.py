@@ -65,6 +65,7 @@ RANKS, TP, LAYERS, HIDDEN, INNER, WORDS = 8, 2, 8, 1024, 4096, 8192
 CASES = {"(p, t, d) = (1, 8, 1)": (1, 8), "(p, t, d) = (2, 4, 1)": (2, 4)}
 DTYPE = torch.bfloat16
 MIB = 2**20
+WAIT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +283,7 @@ def on_rank(said: Any, rank: int, rendezvous: str, sizes: tuple[int, int], round
     """Run every design once to check that all agree, then time the rounds."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    ranks = ProcessRanks.join(rank, RANKS, dist.FileStore(rendezvous, RANKS))
+    ranks = ProcessRanks.join(rank, RANKS, dist.FileStore(rendezvous, RANKS), deadline_s=WAIT_S)
     own = Rank(ranks, *sizes, Path(folder))
     seconds: dict[str, list[float]] = {name: [] for name in DESIGNS}
     costs: dict[str, Cost] = {}
@@ -317,7 +318,7 @@ def measured(sizes: tuple[int, int], rounds: int) -> tuple[dict[str, list[float]
         for process in processes:
             process.start()
         try:
-            found = [said.get(timeout=3600) for _ in processes]
+            found = [said.get(timeout=WAIT_S) for _ in processes]
         finally:
             for process in processes:
                 process.join(30)

@@ -28,6 +28,7 @@ from typing import Any
 SMALLEST = []
 SLOW = ["--tp 2 --sizes 3.3M --rounds 1"]  # starts ranks
 
+WAIT_S = 600.0
 SIZES = {"3.3M": (256, 768, 4), "27M": (768, 2304, 4)}
 """Hidden size, feed-forward size, layers."""
 
@@ -184,7 +185,7 @@ def _together(size: int, *arguments: Any) -> list[dict[str, Any]]:
         ]
         for process in processes:
             process.start()
-        found = dict(said.get(timeout=600) for _ in processes)
+        found = dict(said.get(timeout=WAIT_S) for _ in processes)
         for process in processes:
             process.join()
     return [found[rank] for rank in range(size)]
@@ -195,7 +196,8 @@ def _run(said: Any, rank: int, size: int, rendezvous: str, arguments: Any) -> No
 
     from rillflow.workers.collectives import ProcessRanks, SingleRank
 
-    ranks = SingleRank() if size == 1 else ProcessRanks.join(rank, size, FileStore(rendezvous, size))
+    store = FileStore(rendezvous, size)
+    ranks = SingleRank() if size == 1 else ProcessRanks.join(rank, size, store, deadline_s=WAIT_S)
     said.put((rank, measure(ranks, *arguments)))
 
 

@@ -212,9 +212,7 @@ class ProcessRanks:
         self.size = len(self.members)
 
     @staticmethod
-    def join(
-        rank: int, size: int, store: Store, backend: str = "gloo", deadline_s: float = 3600.0
-    ) -> ProcessRanks:
+    def join(rank: int, size: int, store: Store, backend: str = "gloo", *, deadline_s: float) -> ProcessRanks:
         """Join the other processes of a pool.
 
         Args:

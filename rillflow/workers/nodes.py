@@ -229,7 +229,9 @@ def meet(here: str, seating: Seating, store: TCPStore | None) -> Ranks:
         return SingleRank()
     found = store or joined_store(here, seating)
     try:
-        return ProcessRanks.join(seating.index, seating.size, found, seating.backend, seating.collective_s)
+        return ProcessRanks.join(
+            seating.index, seating.size, found, seating.backend, deadline_s=seating.collective_s
+        )
     except RuntimeError as error:
         told = str(error).splitlines()[0]
         what = f"node {here} cannot reach every node of pool {seating.place.pool!r}"

@@ -114,7 +114,7 @@ class RayBackend(Backend):
 
     def __init__(
         self,
-        deadline_s: float = 3600.0,
+        deadline_s: float,
         *,
         address: str | None = None,
         start_s: float = 60.0,
