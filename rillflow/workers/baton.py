@@ -156,9 +156,10 @@ def run_both(roles: Sequence[Fusible], calls: Sequence[Callable[[], Any]]) -> li
         except BaseException as stop:  # noqa: BLE001  it arrived while the baton changed hands
             errors.insert(0, stop)
             baton.end(0, has_failed=True)
-        while helper.is_alive():
+        while True:
             try:
                 helper.join()
+                break
             except BaseException as stop:  # noqa: BLE001  a rank runs no other call before the helper ends
                 errors.insert(0, stop)
                 baton.end(0, has_failed=True)
