@@ -169,15 +169,15 @@ def run_both(roles: Sequence[Fusible], calls: Sequence[Callable[[], Any]]) -> li
 
 
 def _thread_settings() -> Callable[[], ExitStack]:
-    """Return a function that gives a new thread this thread's settings of torch, within its context."""
+    """Return a function that gives a new thread this thread's settings of torch, within its context.
+
+    The device needs no setting: every rank computes on the first accelerator that it sees.
+    """
     has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     threads = torch.get_num_threads()
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def settle() -> ExitStack:
         torch.set_num_threads(threads)
-        if device is not None:
-            torch.cuda.set_device(device)
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(is_inference))
         stack.enter_context(torch.set_grad_enabled(has_gradients))
