@@ -64,7 +64,6 @@ class RayCluster:
         """Private folder of a cluster of our own."""
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._is_entered = False
-        self._has_token = False
 
     def enter(self, ranks: int) -> None:
         """Join the cluster, or start one for a number of ranks, which share the machine's cores.
@@ -79,7 +78,7 @@ class RayCluster:
             join_cluster(self._address)
             return
         self.folder = private_folder()
-        self._has_token = private_token(self.folder)
+        private_token(self.folder)
         self._watchdog = watch(self.folder)
         os.environ[MARK] = str(self.folder)
         try:
@@ -97,10 +96,8 @@ class RayCluster:
         if self._watchdog is not None:
             end(self._watchdog, _LEAVE_S)
             self._watchdog = None
-        if self._has_token:
-            os.environ.pop(_TOKEN_PATH, None)
-            self._has_token = False
         if self.folder is not None:
+            forget_token(self.folder)
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
 
@@ -162,19 +159,28 @@ def _is_node() -> bool:
     return False
 
 
-def private_token(folder: Path) -> bool:
-    """Write a token for a cluster of our own into its folder; return False if the environment has a token.
+def private_token(folder: Path) -> None:
+    """Write a token for a cluster of our own into its folder, unless the environment has a token.
 
     Ray reads the path from the environment, here and in the processes that start from here.
     """
     if os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH):
-        return False
-    file = folder / "token"
+        return
+    file = _token_file(folder)
     file.touch(mode=0o600)
     file.write_text(secrets.token_hex(32))
     os.environ[_TOKEN_PATH] = str(file)
     AuthenticationTokenLoader.instance().reset_cache()  # of an earlier cluster of this process
-    return True
+
+
+def forget_token(folder: Path) -> None:
+    """Take the path of this cluster's token out of the environment; a user's own token stays."""
+    if os.environ.get(_TOKEN_PATH) == str(_token_file(folder)):
+        del os.environ[_TOKEN_PATH]
+
+
+def _token_file(folder: Path) -> Path:
+    return folder / "token"
 
 
 def warn_without_token(address: str) -> None:
