@@ -29,7 +29,7 @@ LOST = 1
 _ANSWER_S = 30.0
 
 
-class _Process:
+class CommandActor:
     """Actor: one process on its node."""
 
     def __init__(self, words: Sequence[str], log: str, folder: str, path: str) -> None:
@@ -126,7 +126,7 @@ class RayCommands(ExitStack):
         cluster = RayCluster(address)
         self.callback(cluster.leave)
         cluster.enter(cores * at_once)
-        self._make = ray.remote(num_cpus=cores)(_Process)
+        self._make = ray.remote(num_cpus=cores)(CommandActor)
 
     def start(self, words: Sequence[str], log: Path) -> RayCommand:
         """Start a command, whose output goes to a file."""

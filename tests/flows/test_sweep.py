@@ -215,6 +215,7 @@ def test_a_command_on_ray_gets_ctrl_c_and_a_waiting_one_is_dropped(tmp_path: Pat
             time.sleep(0.1)
         assert running.poll() is None and waiting.poll() is None
         waiting.interrupt()
+        assert waiting.poll() == 1, "nobody waits for the answer of an actor that was given up"
         running.interrupt()
         while running.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
