@@ -1,0 +1,103 @@
+"""A process rank: calls that come while it waits for an argument, calls of before a stop, notes of errors."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rillflow.errors import RecordError
+from rillflow.workers.backend import Place, Site
+from rillflow.workers.collectives import SingleRank, Stranded
+from rillflow.workers.messages import Slot
+from rillflow.workers.parcels import Frame, Parcel, receive, send
+from rillflow.workers.process_rank import FrameKind, ProcessRank
+from rillflow.workers.segments import SegmentPool
+
+POOL = SegmentPool()
+
+
+class DriverEnd:
+    """The driver's end of a rank's socket; the rank serves in the test's own thread."""
+
+    def __init__(self) -> None:
+        self.socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.rank = ProcessRank(self.theirs)
+        self.rank.deadline_s = 10.0
+        self.rank.site = Site(place=Place("main", 1), ranks=SingleRank(), fetch=self.rank.fetch)
+
+    def put(self, kind: FrameKind, *numbers: int, value: Any) -> None:
+        """Send a frame with one value."""
+        frame = Frame(kind=kind, numbers=numbers, parcels=(Parcel.of(value, POOL),))
+        send(self.socket, *frame.packet(POOL))
+
+    def call(self, number: int, work: Any, *arguments: Any, era: int = 0) -> None:
+        """Send a call with one result."""
+        self.put(FrameKind.CALL, number, 1, era, value=(work, arguments))
+
+    def replies(self) -> list[tuple[int, int, Any]]:
+        """Let the rank serve what was sent; return kind, first number and value of each frame it sent."""
+        self.socket.shutdown(socket.SHUT_WR)
+        self.rank.serve()
+        self.theirs.close()
+        found = []
+        while (frame := receive(self.socket)) is not None:
+            value = frame.parcels[0].open() if frame.parcels else None
+            found.append((frame.kind, frame.numbers[0], value))
+        return found
+
+
+@pytest.fixture
+def driver() -> Iterator[DriverEnd]:
+    made = DriverEnd()
+    with made.socket:
+        yield made
+
+
+def same(_: Site, value: Any) -> Any:
+    return value
+
+
+def fetched(site: Site, name: int) -> Any:
+    return site.fetch([Slot(str(name))])[0]
+
+
+def complain(_: Site) -> None:
+    raise RecordError("the batch has no field 'z'", fix="add it")
+
+
+def divide(_: Site) -> float:
+    return 1 / 0
+
+
+def test_a_call_that_comes_while_another_waits_for_its_argument_runs_after_it(driver: DriverEnd) -> None:
+    driver.call(1, fetched, 7)
+    driver.call(2, same, "second")
+    driver.put(FrameKind.FOUND, 1, 7, value="argument")
+    assert driver.replies() == [
+        (FrameKind.FETCH, 1, None),
+        (FrameKind.DONE, 1, "argument"),
+        (FrameKind.DONE, 2, "second"),
+    ]
+
+
+def test_a_stopped_rank_refuses_calls_of_before_the_stop_and_runs_later_ones(driver: DriverEnd) -> None:
+    driver.rank.abandon()
+    driver.call(1, same, "before")
+    driver.call(2, same, "after", era=1)
+    refused, done = driver.replies()
+    assert refused[:2] == (FrameKind.FAILED, 1)
+    assert isinstance(refused[2], Stranded) and refused[2].what == "was abandoned"
+    assert done == (FrameKind.DONE, 2, "after")
+
+
+def test_the_line_of_an_error_is_noted_unless_the_error_explains_itself(driver: DriverEnd) -> None:
+    driver.call(1, complain)
+    driver.call(2, divide)
+    (_, _, ours), (_, _, python) = driver.replies()
+    assert str(ours) == str(RecordError("the batch has no field 'z'", fix="add it"))
+    assert "__notes__" not in vars(ours)
+    (note,) = python.__notes__
+    assert note.startswith("on rank 1 of pool 'main'") and "in divide" in note
