@@ -205,6 +205,7 @@ def test_results_stay_readable_and_are_fetched_by_other_ranks(
     backend: ProcessBackend, tmp_path: Path
 ) -> None:
     """Also while the rank that has made them is busy, and before they are there."""
+    before = backend.traffic.calls
     large = backend.submit(FIRST, same, np.full(2**17, 3.0))[0]
     small = backend.submit(FIRST, same, "small")[0]
     (later,) = backend.submit(FIRST, wait_for, tmp_path / "later")
@@ -214,6 +215,7 @@ def test_results_stay_readable_and_are_fetched_by_other_ranks(
     (tmp_path / "later").touch()
     found = backend.read_all([waiting], BOUND_S)[0]
     assert found[0].sum() == 3.0 * 2**17 and found[1:] == ["small", "later", "small"]
+    assert backend.traffic.calls == before + 5, "fetches and reads are no calls"
 
 
 def test_errors_reach_readers_and_ranks_that_fetch(backend: ProcessBackend) -> None:
@@ -248,6 +250,15 @@ def open_files(process: int | str) -> int:
     return len(list(Path(f"/proc/{process}/fd").iterdir()))
 
 
+def listens(site: Site) -> bool:
+    there = psutil.Process().net_connections("tcp")
+    return any(each.status == psutil.CONN_LISTEN for each in there)
+
+
+def test_a_rank_alone_in_its_world_listens_to_nothing(backend: ProcessBackend) -> None:
+    assert [read(backend, place, listens) for place in (FIRST, SECOND)] == [False, False]
+
+
 def test_no_descriptor_is_left_of_results(backend: ProcessBackend) -> None:
     before = open_files("self")
     for _ in range(3 * MAX_SEGMENTS):
@@ -271,9 +282,12 @@ def test_a_killed_rank_loses_its_calls_and_no_other(tmp_path: Path) -> None:
         (running,) = backend.submit(FIRST, wait_for, tmp_path / "never")
         (beside,) = backend.submit(SECOND, wait_for, tmp_path / "go")
         (fetching,) = backend.submit(SECOND, fetched, [running])
+        gc.collect()
+        before = len(psutil.Process().net_connections("unix"))
         os.kill(old, signal.SIGKILL)
         with pytest.raises(RankLost, match=f"process {old} ended by SIGKILL"):
             backend.read_all([running], BOUND_S)
+        assert len(psutil.Process().net_connections("unix")) == before - 1, "its socket is closed"
         with pytest.raises(RankLost, match="has died"):
             read(backend, FIRST, pid)
         (tmp_path / "go").touch()
