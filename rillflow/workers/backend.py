@@ -127,8 +127,8 @@ class RankLost(ClusterError):
             node: address of its node; empty for the driver's machine.
         """
         place = self.place or place
-        what = self.of(f"{place} on node {node}" if node else str(place))
-        return RankDied(what, why=self.why, fix=self.fix, place=place)
+        where = f" on node {node}" if node else ""
+        return RankDied(self.of(f"{place}{where}"), why=self.why, fix=self.fix, place=place)
 
 
 class RankDied(ClusterError):
