@@ -32,6 +32,15 @@ def test_dp_is_what_pp_and_tp_leave_of_a_pool() -> None:
     assert PlacementConfig(pools={"main": 12}).mesh_of("policy") == MeshSizes(dp=12)
 
 
+def test_a_mesh_without_sizes_is_one_rank_with_the_whole_model() -> None:
+    assert MeshSizes().ranks == 1 and MeshSizes().is_plain
+
+
+def test_every_setting_of_placement_is_described() -> None:
+    silent = [name for name, each in PlacementConfig.model_fields.items() if not each.description]
+    assert silent == []
+
+
 def test_the_stages_of_a_descending_model_begin_on_the_last_rank() -> None:
     sizes = MeshSizes(dp=2, pp=2, tp=2)
     assert MeshSizes(dp=2, pp=2, tp=2, is_descending=True).mesh == sizes.mesh.turned("pp") != sizes.mesh

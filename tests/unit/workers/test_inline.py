@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,6 +71,31 @@ def test_close_waits_for_a_call_that_still_runs() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
+def test_a_closed_backend_keeps_no_object_of_a_rank_alive(size: int) -> None:
+    """Roles hold weights, and a caller may keep the backend for its counts."""
+    backend, kept = InlineBackend(), list[weakref.ref[object]]()
+    backend.open([Pool(name="main", size=size)])
+
+    def keep(site: Site) -> None:
+        site.objects["role"] = threading.Event()
+        kept.append(weakref.ref(site.objects["role"]))
+
+    for rank in range(size):
+        backend.read_all(backend.submit(Place(pool="main", rank=rank), keep), 10.0)
+    assert None not in [each() for each in kept]
+    backend.close()
+    gc.collect()
+    assert [each() for each in kept] == [None] * size
+
+
+def test_the_controller_sleeps_as_long_as_it_asks_by_its_own_clock() -> None:
+    backend = InlineBackend()
+    began = backend.now()
+    backend.sleep(0.02)
+    assert backend.now() - began >= 0.02
+
+
+@pytest.mark.parametrize("size", [1, 2])
 def test_close_closes_what_every_rank_has_open(size: int) -> None:
     backend, closed = InlineBackend(), list[int]()
     backend.open([Pool(name="main", size=size)])
@@ -94,7 +121,7 @@ def test_an_abandoned_backend_refuses_calls_that_wait_and_runs_later_ones() -> N
     place = Place("two", 0)
     running, waiting = backend.submit(place, first)[0], backend.submit(place, lambda _: "never")[0]
     begun.wait(10)
-    backend.abandon()
+    assert backend.abandon() == 10.0, "a running call ends its waits at the deadline"
     with pytest.raises(Stranded, match="was abandoned"):
         backend.read_all([waiting], 10)
     later = backend.submit(place, lambda _: "later")[0]

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -19,6 +20,7 @@ from rillflow.workers.nodes import (
     clock_ahead_s,
     hosted_store,
     joined_store,
+    meet,
     require_room,
     seat_of,
     settle_interface,
@@ -131,6 +133,14 @@ def test_a_store_is_on_a_port_of_the_nodes_address_alone_and_others_join_it() ->
     assert second.get("said") == b"there"
     elsewhere = TCPStore("127.0.0.3", first.port, 2, False, timedelta(seconds=20))
     assert elsewhere.check(["said"]) is False
+
+
+def test_a_world_whose_ranks_do_not_come_names_the_node_and_the_pool() -> None:
+    store = hosted_store("127.0.0.1", 2, 0.1)
+    with pytest.raises(ClusterError) as caught:
+        meet("10.0.0.9", replace(seating(store.port), collective_s=0.1), store)
+    assert caught.value.what == "node 10.0.0.9 cannot reach every node of pool 'main'"
+    assert "\n" not in caught.value.why and "open" in caught.value.fix
 
 
 def test_a_node_that_cannot_be_reached_is_named_with_both_ends() -> None:

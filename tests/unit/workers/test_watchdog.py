@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from rillflow.workers.watchdog import MARK, end, watch
+from rillflow.workers.watchdog import MARK, end, end_once, watch
 
 _DRIVER = """
 import pathlib, sys
@@ -48,6 +48,20 @@ def test_marked_processes_and_the_folder_go_with_a_killed_driver(tmp_path: Path)
         time.sleep(0.05)
     assert not folder.exists()
     _still_runs(theirs)
+
+
+def test_a_cluster_ends_in_the_background_only_once_its_driver_has_left(tmp_path: Path) -> None:
+    (ours,) = _sleepers(tmp_path)
+    watchdog, answers = watch(tmp_path), iter((False, False, False))
+    asked = list[int | None]()
+
+    def is_left() -> bool:
+        asked.append(ours.poll())
+        return next(answers, True)
+
+    end_once(watchdog, is_left)
+    assert watchdog.wait(30) == 0 and ours.wait(30) == -signal.SIGKILL
+    assert asked[:4] == [None] * 4, "nothing ends while the driver is there"
 
 
 def _sleepers(*marks: Path) -> list[subprocess.Popen[bytes]]:
