@@ -68,6 +68,14 @@ def answers(*ranks: int) -> list[Place]:
     return [Place("answers", rank) for rank in ranks]
 
 
+def test_the_death_of_a_rank_names_its_node_only_if_that_is_another_machine() -> None:
+    lost, place = RankLost("has died", why="killed", fix="look"), Place("main", 1)
+    here, there = lost.death(place), lost.death(place, "10.0.0.9")
+    assert (here.what, here.place) == ("rank 1 of pool 'main' has died", place)
+    assert there.what == "rank 1 of pool 'main' on node 10.0.0.9 has died"
+    assert (there.why, there.fix, there.pool) == ("killed", "look", "main")
+
+
 def test_collectives_are_those_of_a_world(backend: InlineBackend) -> None:
     assert sums(backend, answers(0, 1, 2, 3)) == [1.0, 1.0, 5.0, 5.0]
     assert sums(backend, [Place("scores", 0), Place("scores", 1)]) == [0.0, 1.0]
