@@ -51,6 +51,14 @@ class RankActor:
         """See RankProcess."""
         return self._rank.join(seating)
 
+    def has_left(self) -> Any:
+        """See RankProcess."""
+        return self._rank.has_left()
+
+    def meet_again(self, port: int) -> Any:
+        """See RankProcess."""
+        return self._rank.meet_again(port)
+
     def close(self) -> None:
         """See RankProcess."""
         self._rank.close()

@@ -86,6 +86,12 @@ def total(site: Site) -> float:
     return float(tensor)
 
 
+def total_unless_first(site: Site) -> float:
+    if site.place.rank == 0:
+        raise ArithmeticError("a bit of this rank fell over")
+    return total(site)
+
+
 def crash(site: Site) -> None:
     os._exit(7)
 
@@ -132,6 +138,17 @@ def test_collectives_are_those_of_a_world(cluster: Cluster) -> None:
     assert [read(cluster, place, total) for place in ANSWERS] == [1.0, 2.0]
     made = [cluster.submit(place, total)[0] for place in PAIR]
     assert cluster.read_all(made, BOUND_S) == [3.0, 3.0]
+
+
+def test_a_world_whose_rank_failed_before_a_collective_is_mended_and_adds_again(cluster: Cluster) -> None:
+    failing, waiting = (cluster.submit(place, total_unless_first)[0] for place in PAIR)
+    with pytest.raises(ArithmeticError, match="fell over"):
+        cluster.read_all([failing], BOUND_S)
+    with pytest.raises(Exception, match="Connection closed by peer"):
+        cluster.read_all([waiting], BOUND_S)
+    cluster.mend(["pair"], BOUND_S)
+    again = [cluster.submit(place, total)[0] for place in PAIR]
+    assert cluster.read_all(again, BOUND_S) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

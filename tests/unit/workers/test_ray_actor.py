@@ -1,7 +1,8 @@
-"""The actor of a rank sets its process up, and raises the error of a call as it is."""
+"""The actor of a rank sets its process up, passes each call on, and raises the error of a call as it is."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import socket
@@ -51,3 +52,18 @@ def test_a_rank_on_ray_shares_its_node_and_raises_what_a_call_raised() -> None:
     assert variables["OMP_NUM_THREADS"] == "1" and threads == 1, "a million ranks share the node's cores"
     assert variables["GLOO_SOCKET_IFNAME"] in [name for _, name in socket.if_nameindex()]
     assert results == ["rank 0 of pool 'main'", "ZeroDivisionError('integer division or modulo by zero')"]
+
+
+def test_the_actor_has_every_method_of_its_rank() -> None:
+    from rillflow.workers.ray_actor import RankActor
+    from rillflow.workers.ray_rank import RankProcess
+
+    def methods(of: type) -> dict[str, list[str]]:
+        """Return the parameters of every public method; Ray adds one of its own, whose name begins with _."""
+        public = {name: each for name, each in inspect.getmembers(of, inspect.isfunction) if name[0] != "_"}
+        return {
+            name: [word for word in inspect.signature(each).parameters if word[0] != "_"]
+            for name, each in public.items()
+        }
+
+    assert methods(RankActor) == methods(RankProcess)
