@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import logging
 import os
 import platform
 import socket
@@ -29,6 +30,8 @@ from rillflow.runs.formatting import size as bytes_text
 from rillflow.workers.backend import Place, Site
 from rillflow.workers.collectives import ProcessRanks, Ranks, SingleRank
 from rillflow.workers.liveness import HeartbeatTarget
+
+logger = logging.getLogger(__name__)
 
 ALIKE = "install the same versions on every node: use one image, or one environment on a shared disk"
 """Advice about a node that runs other code."""
@@ -61,6 +64,8 @@ class ProcessSeat:
     """Size of the node's /dev/shm in bytes."""
     pid: int
     """Number of the process on its node."""
+    niceness: int = 0
+    """Its niceness: above 0, other programs of the node go first."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -121,7 +126,13 @@ def seat_of(node: str, devices: list[str], driver: Mapping[str, str]) -> Process
     room = os.statvfs("/dev/shm")
     found = [int(device) for device in devices if device.isdigit()]
     shared_bytes = room.f_blocks * room.f_frsize
-    return ProcessSeat(node=node, device=min(found, default=-1), shared_bytes=shared_bytes, pid=os.getpid())
+    return ProcessSeat(
+        node=node,
+        device=min(found, default=-1),
+        shared_bytes=shared_bytes,
+        pid=os.getpid(),
+        niceness=os.getpriority(os.PRIO_PROCESS, 0),
+    )
 
 
 def versions() -> dict[str, str]:
@@ -143,6 +154,17 @@ def require_room(seat: ProcessSeat, store_bytes: float) -> None:
             why="Ray then keeps the store in files under /tmp, and every batch goes through the disk",
             fix="enlarge it with docker run --shm-size or an emptyDir of medium Memory at /dev/shm, "
             "or shrink the store with ray start --object-store-memory",
+        )
+
+
+def warn_if_nice(seat: ProcessSeat) -> None:
+    """Log a warning if any other program of a node takes its cores from the ranks there."""
+    if seat.niceness > 0:
+        logger.warning(
+            "ranks on node %s run at niceness %d: any other program there takes their cores, and a start may "
+            "exceed placement.start_s; export RAY_worker_niceness=0 before ray start",
+            seat.node,
+            seat.niceness,
         )
 
 

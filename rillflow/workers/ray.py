@@ -387,6 +387,7 @@ class RayBackend(Backend):
             if process.node not in found:
                 assert process.seat is not None, "it has reported its location"
                 nodes.require_room(process.seat, stores[process.node].get("object_store_memory", 0))
+                nodes.warn_if_nice(process.seat)
                 ahead_s = nodes.clock_ahead_s(partial(_time_of, process.actor, self._start_s))
                 found[process.node] = Node(address=process.node, ahead_s=ahead_s)
         return {at: found[process.node] for at, process in fresh.items()}

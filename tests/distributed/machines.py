@@ -11,6 +11,7 @@ lets users create namespaces.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +74,8 @@ class Machine:
         """Start a command on this node."""
         inside = ["nsenter", "-t", str(self.pid), "-U", "-n", "-m", "-u", "-p", "--preserve-credentials"]
         given = {"PATH": f"{_BIN}:{os.environ['PATH']}", "HOME": "/tmp/home", "OMP_NUM_THREADS": "1"}
-        given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2, **(env or {})}
+        given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
+        given |= {"RAY_worker_niceness": "0", **(env or {})}
         return subprocess.Popen(
             [*inside, *words],
             env={name: value for name, value in given.items() if value},
@@ -89,10 +91,16 @@ class Machine:
         """Run a command on this node and return its output.
 
         Raises:
-            AssertionError: it ends with another code.
+            AssertionError: it ends with another code, or is not done in time; the message has its output,
+                and after the time the stack of every thread.
         """
-        with self.started(*words, env=env) as process:
-            said, _ = process.communicate(timeout=wait_s)
+        with self.started(*words, env={"PYTHONFAULTHANDLER": "1", **(env or {})}) as process:
+            try:
+                said, _ = process.communicate(timeout=wait_s)
+            except subprocess.TimeoutExpired:
+                for each in psutil.Process(process.pid).children():
+                    each.send_signal(signal.SIGABRT)
+                said = f"(stopped after {wait_s:.0f} s)\n{process.communicate(timeout=30)[0]}"
         assert process.returncode == code, f"{words} ended with {process.returncode}\n{said}"
         return said
 

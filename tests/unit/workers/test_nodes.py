@@ -25,6 +25,7 @@ from rillflow.workers.nodes import (
     seat_of,
     settle_interface,
     versions,
+    warn_if_nice,
 )
 
 
@@ -46,7 +47,10 @@ def test_ranks_count_the_nodes_in_turn_and_on_each_the_devices() -> None:
 def test_a_seat_is_the_first_device_that_was_given_and_has_the_room_of_the_node() -> None:
     found = seat_of("10.0.0.9", ["7", "3"], versions())
     room = os.statvfs("/dev/shm")
-    assert found == seat("10.0.0.9", 3, room.f_blocks * room.f_frsize)
+    at = replace(
+        seat("10.0.0.9", 3, room.f_blocks * room.f_frsize), niceness=os.getpriority(os.PRIO_PROCESS, 0)
+    )
+    assert found == at
     assert seat_of("10.0.0.9", [], {}).device == -1
 
 
@@ -67,6 +71,16 @@ def test_a_store_that_does_not_fit_in_shared_memory_is_refused() -> None:
     assert (
         caught.value.what == "/dev/shm of node 10.0.0.9 has 64.0 MiB, but Ray's object store needs 256.0 MiB"
     )
+
+
+@pytest.mark.parametrize(("niceness", "is_warned"), [(-5, False), (0, False), (1, True), (15, True)])
+def test_a_node_whose_ranks_give_way_to_other_programs_is_warned_about(
+    niceness: int, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_nice(replace(seat("10.0.0.9"), niceness=niceness))
+    said = f"ranks on node 10.0.0.9 run at niceness {niceness}: "
+    assert (said in caplog.text and "RAY_worker_niceness=0 before ray start" in caplog.text) == is_warned
+    assert is_warned or not caplog.records
 
 
 def late(*delays_s: float, ahead_s: float) -> Callable[[], float]:
