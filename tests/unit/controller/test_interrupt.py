@@ -54,6 +54,25 @@ def test_the_error_that_ends_the_run_has_the_signal(number: signal.Signals) -> N
     assert caught.value.what == f"stopped after step 3, as requested by {signal_name(number)}"
 
 
+@pytest.mark.parametrize(
+    ("step", "abandoned", "what", "why"),
+    [
+        (0, "", "before the first step", "no step had finished"),
+        (0, "step 1 was abandoned", "before the first step", "step 1 was abandoned; no step is saved"),
+        (3, "", "after step 3", "everything up to that step is saved in s-3"),
+        (
+            3,
+            "4 was left",
+            "after step 3",
+            "4 was left; everything up to that step is saved in s-3",
+        ),
+    ],
+)
+def test_the_end_on_request_says_what_is_saved(step: int, abandoned: str, what: str, why: str) -> None:
+    ended = stopped(step, Path("s-3") if step else None, abandoned, by=" by SIGTERM")
+    assert ended.what == f"stopped {what}, as requested by SIGTERM" and ended.why == why
+
+
 def test_a_sigterm_that_a_launcher_forwards_at_once_is_the_first_one_again() -> None:
     clock_s = [0.0]
     with training(Interruption(clock=lambda: clock_s[0])) as interruption:

@@ -1,0 +1,129 @@
+"""The training loop on simulated ranks: stops on request, evaluations and the checkpoints that they cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
+from rillflow.controller.executor import GroupExecutor
+from rillflow.errors import Interrupted, Signalled
+from rillflow.runs import layout
+from rillflow.runs.reader import Evaluation, read_evaluations
+from rillflow.workers.backend import Place
+from tests.simulation.disk import FakeDisk
+from tests.simulation.timeline import Timeline
+from tests.simulation.world import Scenario, World
+
+IN_ORDER = Scenario(steps=6, checkpoint_every=0, evaluate_every=0)
+AHEAD = replace(IN_ORDER, freshness=1)
+READY_FIRST = replace(IN_ORDER, freshness=2, is_ready_first=True, replicas=2)
+Judge = Callable[["JudgedWorld", int], Sequence[Evaluation]]
+
+
+class JudgedWorld(World):
+    """A world whose evaluations are given: a function of the world and the number of earlier ones."""
+
+    judge: Judge
+    judged = 0
+
+    def _evaluated(self, executor: GroupExecutor) -> Sequence[Evaluation]:
+        super()._evaluated(executor)
+        self.judged += 1
+        return self.judge(self.judged - 1)
+
+
+def world(scenario: Scenario, folder: Path, judge: Judge | None = None) -> JudgedWorld:
+    made = JudgedWorld(scenario, FakeDisk(folder), Timeline(Random(0), {}, ""))
+    made.judge = (judge or (lambda *_: [Evaluation(count=2, mean_reward=0.0)])).__get__(made)
+    return made
+
+
+def _kill_sampler(worlds: Sequence[World], timeline: Timeline) -> None:
+    worlds[0].backend.kill(Place("answers", 0))
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    return latest_checkpoint(folder / "run" / layout.CHECKPOINTS)
+
+
+@pytest.mark.parametrize("scenario", [IN_ORDER, AHEAD, READY_FIRST], ids=["in order", "ahead", "ready first"])
+def test_a_run_that_is_to_end_after_a_step_ends_there_with_a_checkpoint(
+    tmp_path: Path, scenario: Scenario
+) -> None:
+    run = world(scenario, tmp_path)
+    run.interruption.last = 3
+    with pytest.raises(Interrupted, match="stopped after step 3, as requested"):
+        run.run()
+    kept = newest(tmp_path)
+    assert kept is not None and kept.step == 3
+    world(scenario, tmp_path).run()
+    kept = newest(tmp_path)
+    assert kept is not None and kept.step == 6
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_request_while_no_step_is_open_ends_the_run_before_another_step_begins(
+    tmp_path: Path, step: int
+) -> None:
+    def judge(run: JudgedWorld, number: int) -> Sequence[Evaluation]:
+        run.interruption.requested |= 2 * number == step
+        return [Evaluation(count=2, mean_reward=0.5)]
+
+    where = f"after step {step}" if step else "before the first step"
+    with pytest.raises(Interrupted, match=f"stopped {where}, as requested"):
+        world(replace(IN_ORDER, evaluate_every=2), tmp_path, judge).run()
+    kept = newest(tmp_path)
+    assert (kept.step if kept else 0) == step
+
+
+def test_an_evaluation_that_outlives_the_time_for_a_stop_is_abandoned_and_named(tmp_path: Path) -> None:
+    def judge(run: JudgedWorld, number: int) -> Sequence[Evaluation]:
+        if number == 1:
+            run.interruption.requested = run.interruption.is_over = True
+            raise Signalled
+        return [Evaluation(count=2, mean_reward=0.5)]
+
+    with pytest.raises(Interrupted, match="stopped after step 2") as stopped:
+        world(replace(IN_ORDER, evaluate_every=2), tmp_path, judge).run()
+    assert stopped.value.why.startswith("the evaluation after step 2 did not end within")
+    kept = newest(tmp_path)
+    assert kept is not None and kept.step == 2
+
+
+def test_graded_results_stay_graded_if_all_later_rewards_are_right_or_wrong(tmp_path: Path) -> None:
+    def judge(run: JudgedWorld, number: int) -> Sequence[Evaluation]:
+        return [Evaluation(count=2, mean_reward=0.5, is_accuracy=number > 0)]
+
+    world(replace(IN_ORDER, evaluate_every=2), tmp_path, judge).run()
+    assert [each.is_accuracy for each in read_evaluations(tmp_path / "run")] == 4 * [False]
+
+
+@pytest.mark.parametrize(("name", "kept"), [("", [2, 6]), ("other", [6])])
+def test_only_a_better_result_on_held_out_rows_causes_a_checkpoint(
+    tmp_path: Path, name: str, kept: list[int]
+) -> None:
+    def judge(run: JudgedWorld, number: int) -> Sequence[Evaluation]:
+        return [Evaluation(count=2, mean_reward=(0.5, 0.7, 0.6, 0.4)[number], set=name)]
+
+    world(replace(IN_ORDER, evaluate_every=2), tmp_path, judge).run()
+    assert layout.kept_steps(tmp_path / "run" / layout.CHECKPOINTS) == kept
+
+
+def test_a_sampler_that_dies_is_replaced_and_no_other_rank_starts_again(tmp_path: Path) -> None:
+    events = Timeline(Random(0), {}, "")
+    (tmp_path / "whole").mkdir()
+    World(READY_FIRST, FakeDisk(tmp_path / "whole"), events).run()
+    for event in range(events.number // 4, events.number // 2, 40):
+        folder = tmp_path / str(event)
+        folder.mkdir()
+        worlds = list[World]()
+        kill = partial(_kill_sampler, worlds)
+        worlds.append(World(READY_FIRST, FakeDisk(folder), Timeline(Random(0), {event: kill}, "")))
+        worlds[0].run()
+        assert worlds[0].attempts == 1
