@@ -19,6 +19,7 @@ from typing import Any
 
 from rillflow.app.recipe import Recipe
 from rillflow.app.trained import named_model
+from rillflow.config.user_paths import expanded
 from rillflow.errors import ModelError, RunDirectoryError
 from rillflow.models.locate import base_of, found_adapter
 from rillflow.runs import layout
@@ -175,7 +176,7 @@ def _found(key: str, written: str, base: Path, kept: _Kept, pins: Pins | None) -
     """Return the path to read a setting's model from, and the path that the config has."""
     setting, chain = SETTINGS[key], kept.bases.get(key, ())
     name = kept.name(setting)
-    source = base / Path(written).expanduser()
+    source = base / expanded(written)
     hold = partial(_hold, pins, f"{key} 0")
     if name is None:
         newest = named_model(written, base, *_ROLES[key], hold=hold) or written
@@ -214,7 +215,7 @@ def _chain(key: str, place: str, base: Path, kept: _Kept, pins: Pins | None) -> 
     Raises:
         ModelError: an adapter's base is gone.
     """
-    source = base / Path(place).expanduser()
+    source = base / expanded(place)
     if not source.is_dir() or layout.is_run_directory(source):
         return []
     links, before = [source.resolve()], kept.bases.get(key, ())

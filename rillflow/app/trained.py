@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rillflow.config.user_paths import expanded
 from rillflow.controller.checkpoint import latest_checkpoint
 from rillflow.errors import ModelError, RunDirectoryError
 from rillflow.runs import layout
@@ -57,7 +58,7 @@ def named_model(
     Raises:
         RunDirectoryError: the run has no checkpoint, or trains none of the roles.
     """
-    run = base / Path(path or "").expanduser()
+    run = base / expanded(path or "")
     if path is None or not layout.is_run_directory(run):
         return path
     step = max(kept_steps(run / layout.CHECKPOINTS), default=None)
@@ -75,7 +76,7 @@ def named_model(
 
 def newest_model(path: str, base: Path, role: str) -> str:
     """Return a recipe's path; replace a run directory by a model of its newest checkpoint, unverified."""
-    run = base / Path(path).expanduser()
+    run = base / expanded(path)
     if not layout.is_run_directory(run):
         return path
     newest = next(iter(layout.checkpoint_folders(run / layout.CHECKPOINTS)), None)

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from rillflow.config.user_paths import expanded
 from rillflow.errors import ModelError
 from rillflow.models.config import BASES, AdapterConfig
 from rillflow.models.directory_checks import FILE_BYTES, check_file
@@ -61,7 +62,7 @@ def locate(path: str, base: Path) -> str:
     Raises:
         ModelError: it is a file, a missing directory, or the hub cannot be reached.
     """
-    local = base / Path(path).expanduser()
+    local = base / expanded(path)
     if local.is_dir():
         return str(local.resolve())
     if local.exists():

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
+from rillflow.config.user_paths import expanded
 from rillflow.errors import ConfigError, RolloutError, RowError, nearest
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
@@ -392,4 +393,4 @@ def engine_class(name: str) -> type[Engine]:
 
 def server_python(server: str, base: Path) -> Path:
     """Return the Python that ``rollout.server`` names, relative to the recipe's folder; keep its links."""
-    return (base / Path(server).expanduser()).absolute()
+    return (base / expanded(server)).absolute()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rillflow.config.user_paths import expanded
 from rillflow.errors import DataError, nearest
 from rillflow.tasks.file_bounds import FileBounds, leaves, require_regular, text_bytes
 from rillflow.tasks.parquet_rows import require_footer
@@ -81,8 +82,8 @@ def _with_slice(text: str) -> list[str]:
 def relative_source(text: str, base: Path) -> str:
     """Return a source whose directory is relative to ``base`` and not to the present folder."""
     name, colon, more = text.removeprefix(HUB).partition(":")
-    is_here = Path(name).expanduser().is_dir()
-    return f"{HUB}{os.path.relpath(Path(name).expanduser(), base) if is_here else name}{colon}{more}"
+    is_here = expanded(name).is_dir()
+    return f"{HUB}{os.path.relpath(expanded(name), base) if is_here else name}{colon}{more}"
 
 
 def hub_rows(source: HubSource, base: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -126,7 +127,7 @@ def _opened(source: HubSource, base: Path) -> Any:
             why="the package datasets is not installed",
             fix="pip install 'rillflow[datasets]'",
         ) from None
-    folder = base / Path(source.name).expanduser()
+    folder = (base / expanded(source.name)).absolute()  # datasets takes a bare name such as json for its own
     if not folder.is_dir() and _is_path(source.name):
         beside = [other.name for other in folder.parent.glob("*/")] if folder.parent.is_dir() else []
         raise DataError(

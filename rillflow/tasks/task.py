@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+from rillflow.config.user_paths import expanded
 from rillflow.errors import DataError, nearest
 from rillflow.rewards.function import FunctionPath
 from rillflow.tasks import arithmetic, gym
@@ -168,7 +169,7 @@ def _read(setting: str, source: str, config: TaskConfig, base: Path, kind: DataK
 
 
 def _file(setting: str, source: str, base: Path) -> Path:
-    path = Path(source).expanduser()
+    path = expanded(source)
     try:
         is_there = (base / path).exists()
     except OSError as error:

@@ -12,6 +12,7 @@ import mimetypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -22,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rillflow import runs as runs_package
+from rillflow.config.user_paths import home
 from rillflow.errors import Signalled
 from rillflow.serving.http_body import Declined
 from rillflow.serving.server import LoopbackServer, bound
@@ -51,7 +53,7 @@ def watch(
         paths: run directories, or folders of runs.
         port: port on the loopback device; 0 for a free one.
         token_file: file of the token; made if it is missing. None makes a new token.
-        cache: folder of the indexes; None for the user's cache folder.
+        cache: folder of the indexes; None for the user's cache folder, or without one for a temporary one.
         announce: receives the address.
 
     Raises:
@@ -60,15 +62,15 @@ def watch(
     runs, token = WatchedRuns(paths), token_of(token_file)
     listening = bound(port)
     host, port = listening.getsockname()[:2]
-    indexing = IndexingProcess(cache or default_cache())
-    indexing.clear()
-    server = LoopbackServer(application(runs, indexing, token, port), listening)
-    announce(f"{len(runs.all())} runs: http://{host}:{port}/?token={token.text}")
-    try:
+    with contextlib.ExitStack() as kept:
+        folder = cache or default_cache()
+        indexing = IndexingProcess(folder or Path(kept.enter_context(TemporaryDirectory())))
+        kept.callback(indexing.close)
+        indexing.clear()
+        server = LoopbackServer(application(runs, indexing, token, port), listening)
+        announce(f"{len(runs.all())} runs: http://{host}:{port}/?token={token.text}")
         with contextlib.suppress(Signalled, KeyboardInterrupt):  # the ordinary end of the command
             server.run()
-    finally:
-        indexing.close()
 
 
 def application(runs: WatchedRuns, indexing: IndexingProcess, token: Token, port: int) -> Starlette:
@@ -85,10 +87,11 @@ def application(runs: WatchedRuns, indexing: IndexingProcess, token: Token, port
     return Starlette(routes=routes, middleware=middleware)
 
 
-def default_cache() -> Path:
-    """Return the folder of indexes in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "rillflow" / "watch"
+def default_cache() -> Path | None:
+    """Return the folder of indexes in the user's cache folder; None for a user without a home folder."""
+    base, folder = os.environ.get("XDG_CACHE_HOME", ""), home()
+    caches = Path(base) if base else folder and folder / ".cache"
+    return caches and caches / "rillflow" / "watch"
 
 
 def _page() -> Response:

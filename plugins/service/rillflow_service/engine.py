@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from rillflow.config.user_paths import expanded
 from rillflow.errors import RolloutError, StreamError
 from rillflow.formulas.counter import uniform
 from rillflow.models.architecture import vocabulary_of
@@ -106,9 +107,7 @@ class ServiceEngine(RowByRow):
         self._module, self._weights, self._seed = module, WeightFolder(weights), seed
         self._leases = RowLeases(lambda: self._app.ring())
         token_file = self._service.token_file
-        token = token_for(
-            self._service.host, None if token_file is None else base / Path(token_file).expanduser()
-        )
+        token = token_for(self._service.host, None if token_file is None else base / expanded(token_file))
         about = {
             "config": _settings(module),
             "vocabulary": self._vocabulary,
