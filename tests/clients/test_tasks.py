@@ -192,6 +192,36 @@ def test_answers_are_equal_as_mathematics() -> None:
     assert scores[-1].outcome is Outcome.ABSTAIN
 
 
+@pytest.mark.parametrize(
+    ("said", "answer", "right"),
+    [
+        ("#### 1,2", "12", 0.0),
+        ("#### 1,2", "1,2", 1.0),
+        ("#### 1,2", "2, 1", 1.0),
+        ("#### (1,2)", "(1,2)", 1.0),
+        ("#### [1, 2)", "[1,2)", 1.0),
+        ("#### [1, 2)", "(1,2]", 0.0),
+        ("#### 1,234", "1234", 1.0),
+        ("#### 1234", "1,234", 1.0),
+        ("#### 12,345,678.5", "12345678.5", 1.0),
+        ("#### 1,234 dollars", "#### 1,234", 1.0),
+        ("#### 18 dollars", "18", 1.0),
+        ("#### \\boxed{7}", "7", 1.0),
+    ],
+)
+def test_commas_part_lists_or_thousands(said: str, answer: str, right: float) -> None:
+    assert [score.value for score in scored([said], [answer])] == [right]
+
+
+def test_a_directory_named_as_a_format_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json", "other"):
+        (tmp_path / name).mkdir()
+        rows(3, first=10 * len(name)).to_json(tmp_path / name / "train.jsonl")
+    monkeypatch.chdir(tmp_path)
+    task = opened(Path(), "hf:json")
+    assert [row.prompt for row in task.train] == ["40 + 1?", "41 + 1?", "42 + 1?"]
+
+
 def test_an_endless_comparison_is_a_timeout_of_its_row_in_the_child() -> None:
     scores = scored(["$9^{9^{9^{9}}}$", "#### 3"], ["3", "3"])
     assert scores[0].outcome is Outcome.TIMEOUT and "interrupted after 2 s" in scores[0].message

@@ -48,11 +48,13 @@ def _score(completion: str, answer: object) -> float | Exception | None:
     golds = {_final(each): gold for each in accepted if (gold := _gold(each))}
     if not golds:
         return None
-    said = _final(completion)
+    said = _final(completion)[-_LAST_CHARACTERS:]
     if said in golds:
         return 1.0
     began = time.monotonic()
-    read = parse(said[-_LAST_CHARACTERS:], parsing_timeout=LIMIT_S)
+    read = parse(said, parsing_timeout=LIMIT_S)
+    if MARK in completion:  # a list such as 1,2 has two readings
+        read = [*_as_mathematics(said), *read]
     if any(verify(list(gold), read, timeout_seconds=LIMIT_S) for gold in golds.values()):
         return 1.0
     if time.monotonic() - began >= LIMIT_S:  # math-verify only logs that it was interrupted
@@ -64,17 +66,19 @@ def _score(completion: str, answer: object) -> float | Exception | None:
 def _gold(answer: str) -> tuple[Any, ...]:
     """Return a right answer as math-verify reads it; empty if it cannot."""
     text = _final(answer)
+    return _as_mathematics(text) or tuple(parse(text, parsing_timeout=LIMIT_S))
+
+
+def _as_mathematics(text: str) -> tuple[Any, ...]:
+    """Return the reading of a text as a formula, unless it says itself where its formula stands."""
     has_place = "$" in text or "\\boxed" in text or "\\(" in text or "\\[" in text
-    for written in [text] if has_place else [f"${text}$", text]:
-        if read := tuple(parse(written, parsing_timeout=LIMIT_S)):
-            return read
-    return ()
+    return tuple(parse(text if has_place else f"${text}$", parsing_timeout=LIMIT_S))
 
 
 def _final(text: str) -> str:
-    """Return what follows the last ``####``, or the whole text, without commas between thousands."""
+    """Return the line after the last ``####``, or the whole text."""
     _, mark, after = text.rpartition(MARK)
-    return after.strip().split("\n")[0].replace(",", "") if mark else text.strip()
+    return after.strip().split("\n")[0].strip() if mark else text.strip()
 
 
 def _text(completion: str | Sequence[Mapping[str, Any]]) -> str:
