@@ -146,6 +146,8 @@ def _check_header(file: Path) -> None:
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 """Exceptions of transformers for a directory it cannot use."""
 _INDEX = "model.safetensors.index.json"
+_WHOLE, _ADAPTER = "model.safetensors", "adapter_model.safetensors"
+"""Files with all weights of a model, which transformers prefers to an index, and of an adapter."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights that can be trained."""
 _MOST_DIMS = 16
@@ -177,9 +179,15 @@ def check_weight_files(source: str) -> None:
         return
     check_files(directory)
     _check_index(directory)
-    if any(directory.glob("*.safetensors")):
+    if _loaded_files(directory):
         _require_floats(weight_headers(directory))
         return
+    if others := sorted(path.name for path in directory.glob("*.safetensors")):
+        raise ModelError(
+            f"the model {source} has no {_WHOLE}",
+            why=f"transformers reads {_WHOLE}, or the files of {_INDEX}; the directory has {others[0]}",
+            fix="name a directory as save_pretrained writes it",
+        )
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         raise ModelError(
@@ -191,13 +199,15 @@ def check_weight_files(source: str) -> None:
 
 
 def weight_headers(directory: Path) -> dict[str, WeightHeader]:
-    """Read the headers of a directory's weights, by name; no weight is read.
+    """Read the headers of the weights that transformers and PEFT load from a directory, by name.
+
+    Other weight files, such as a second copy in another layout, do not count. No weight is read.
 
     Raises:
         ModelError: a file cannot be read, is damaged, or is no regular file.
     """
     found: dict[str, WeightHeader] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in _loaded_files(directory):
         if not file.is_file():
             raise ModelError(f"{file} is not a regular file", why="weight files must be regular files")
         try:
@@ -217,6 +227,19 @@ def weight_headers(directory: Path) -> dict[str, WeightHeader]:
                 fix="fetch the file again: it is not a model's",
             )
     return found
+
+
+def _loaded_files(directory: Path) -> list[Path]:
+    """Return the weight files that are loaded: an adapter's, or the whole file, or those of the index."""
+    if (directory / "adapter_config.json").exists():
+        return [*directory.glob(_ADAPTER)]
+    if (directory / _WHOLE).exists():
+        return [directory / _WHOLE]
+    if not (directory / _INDEX).is_file():
+        return []
+    named = settings_in(directory / _INDEX).get("weight_map")
+    names = named.values() if isinstance(named, dict) else ()
+    return sorted({directory / name for name in names if isinstance(name, str)})
 
 
 def _require_floats(headers: dict[str, WeightHeader]) -> None:

@@ -34,6 +34,23 @@ TEXTS, CHARACTERS = 64, 4_000
 _WAIT_S = 60.0
 
 
+def chosen_template(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the template of a transformers tokeniser for messages with these tools.
+
+    Raises:
+        ModelError: it has several, and none for such messages.
+    """
+    try:
+        template: str = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise ModelError(
+            "no chat template of the model is named default",
+            why=f"it has the templates {', '.join(sorted(tokenizer.chat_template or ()))}",
+            fix="save the one to use as chat_template.jinja in the model's directory, and remove the others",
+        ) from error
+    return template
+
+
 def probe_template(template: str, variables: Mapping[str, Any], chat: Sequence[Mapping[str, Any]]) -> None:
     """Check that a chat template ends within the limits.
 

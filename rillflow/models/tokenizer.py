@@ -29,7 +29,7 @@ from tokenizers import decoders, pre_tokenizers
 from rillflow.errors import ModelError
 from rillflow.models.bare import BareTokenizer, bare_tokenizer, settings_of
 from rillflow.models.directory_checks import LIBRARY_ERRORS, check_files
-from rillflow.models.probes import probe_template
+from rillflow.models.probes import chosen_template, probe_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # the import takes a second or two
@@ -172,7 +172,7 @@ class Tokenizer:
     def _probe(self, chat: Chat, *, opens: bool) -> None:
         """Render the first chat in a limited child, once for each template."""
         library = self._library
-        template = library.get_chat_template(tools=chat.tools)
+        template = chosen_template(library, chat.tools)
         if template not in self._probed:
             given = {"tools": chat.tools, "add_generation_prompt": opens, **chat.arguments}
             self._probed[template] = None
@@ -180,7 +180,7 @@ class Tokenizer:
                 probe_template(template, {**library.special_tokens_map, **given}, chat.turns)
             except ModelError as error:
                 self._probed[template] = error
-        if (refused := self._probed[template]) is not None:  # fails at once for the other rows
+        if refused := self._probed[template]:  # fails at once for the other rows
             raise ModelError(refused.what, why=refused.why, fix=refused.fix)
 
     def encode_replies(self, chats: Sequence[Chat], answers: Sequence[str]) -> list[list[int]]:

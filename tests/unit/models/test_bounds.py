@@ -8,12 +8,20 @@ import string
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 from rillflow.errors import ModelError
 from rillflow.models.bare import character_tokenizer
-from rillflow.models.directory_checks import HEADER_BYTES, check_files, check_sizes
+from rillflow.models.directory_checks import (
+    HEADER_BYTES,
+    check_files,
+    check_sizes,
+    check_weight_files,
+    weight_headers,
+)
 from rillflow.models.probe_child import LEAST_CHARACTERS
 from rillflow.models.probes import probe_template, probe_tokenizer
 from rillflow.models.tokenizer import Chat, Tokenizer
@@ -134,3 +142,33 @@ def test_a_tokeniser_is_tried_on_texts_in_a_child(tmp_path: Path) -> None:
         probe_tokenizer(tmp_path, ["17+25="])
     (tmp_path / "tokenizer.json").write_text("{")
     probe_tokenizer(tmp_path, ["17+25="])  # loading reports that it is no tokenizer
+
+
+def write_weights(file: Path, *names: str) -> None:
+    save_file({name: np.zeros((2, 3), np.float32) for name in names}, file)
+
+
+def test_only_weights_that_are_loaded_count(tmp_path: Path) -> None:
+    """Mistral's directories hold the weights twice; an adapter may lie in its base's directory."""
+    write_weights(tmp_path / "model.safetensors", "a.weight", "b.weight")
+    write_weights(tmp_path / "consolidated.safetensors", "layers.a.weight", "layers.b.weight")
+    write_weights(tmp_path / "model.fp16.safetensors", "a.weight", "c.weight")
+    assert weight_headers(tmp_path).keys() == {"a.weight", "b.weight"}
+    write_weights(tmp_path / "adapter_model.safetensors", "a.lora_A.weight")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert weight_headers(tmp_path).keys() == {"a.lora_A.weight"}
+
+
+def test_weights_in_parts_are_those_of_the_index(tmp_path: Path) -> None:
+    for part in ("model-1", "model-2", "consolidated"):
+        write_weights(tmp_path / f"{part}.safetensors", f"{part}.weight")
+    places = {f"model-{part}.weight": f"model-{part}.safetensors" for part in (1, 2)}
+    index = {"metadata": {}, "weight_map": places}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_headers(tmp_path).keys() == places.keys()
+
+
+def test_weights_under_another_name_are_refused(tmp_path: Path) -> None:
+    write_weights(tmp_path / "consolidated.safetensors", "a.weight")
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        check_weight_files(str(tmp_path))

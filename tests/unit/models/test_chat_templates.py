@@ -222,3 +222,15 @@ def test_a_template_that_rewrites_earlier_turns_cannot_go_on() -> None:
     with pytest.raises(ModelError, match="the chat template rewrites an earlier turn") as caught:
         encode_next(tokenizer, before, "sat", Chat(turns=turns), is_ended=True, agrees="sat".__eq__)
     assert "user\\n-<|im_end|>" in caught.value.what and "keeps earlier turns" in caught.value.fix
+
+
+def test_several_templates_without_a_default_are_refused_by_name() -> None:
+    inner = made(QWEN, "<|endoftext|> <|im_start|> <|im_end|>", "<|im_end|>")
+    inner.chat_template = {"rag": FORGETFUL, "tool_use": QWEN}
+    with pytest.raises(ModelError) as refused:
+        Tokenizer(inner).encode_chats([CHAT])
+    assert refused.value.what == "no chat template of the model is named default"
+    assert refused.value.why == "it has the templates rag, tool_use"
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    with_tools = Tokenizer(inner).rendered(Chat(turns=CHAT.turns, tools=tools), opens=True)
+    assert with_tools.startswith("<|im_start|>system\nweather<|im_end|>"), "tool_use writes such messages"
