@@ -154,6 +154,24 @@ def test_a_finished_run_is_exported(
     assert found[LOSS] == losses(tiny)
 
 
+def test_tags_and_names_longer_than_wandb_takes_are_cut(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    long = "-".join(f"part{n}" for n in range(30))
+    written(tiny, "wandb", f'project = "sums"\nmode = "offline"\nname = "{long}"\ngroup = "{long}"')
+    assert tiny.run("run", f'run.tags=["{long}","short"]') == 0
+    assert "not sent" not in capsys.readouterr().out
+    (file,) = (tiny.folder / "run/trackers/wandb").glob("offline-run-*/*.wandb")
+    records = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(file)]
+    (run,) = (record.run for record in records if record.HasField("run"))
+    assert [len(tag) for tag in sorted(run.tags)] == [64, 5]
+    assert len(run.display_name) == len(run.run_group) == 128
+    assert run.display_name.startswith("part0-part1") and run.display_name.endswith("part28-part29")
+
+
 def test_wandb_without_a_key_is_told_by_check_and_run_and_the_run_goes_on(
     tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rillflow.config.user_paths import home
 from rillflow.runs import layout
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.trackers.tracker import End, TrackedRun, TrackerError
@@ -48,13 +49,13 @@ class WandbTracker:
         self._run = wandb.init(
             project=self._settings["project"],
             entity=self._settings["entity"],
-            name=self._settings["name"] or run.name,
-            group=self._settings["group"],
+            name=_cut(self._settings["name"] or run.name, _NAME),
+            group=_cut(self._settings["group"], _NAME),
             id=identity,
             resume="allow",
             dir=str(run.path / layout.TRACKERS),
             mode="offline" if is_offline else "online",
-            tags=run.tags or None,
+            tags=[_cut(tag, _TAG) for tag in run.tags] or None,
             config=dict(run.config),
             settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
         )
@@ -78,6 +79,16 @@ class WandbTracker:
 
 
 _SILENT = ("offline", "dryrun")
+_TAG, _NAME = 64, 128
+"""Most characters of a tag, and of a name or group; wandb refuses a run with longer ones."""
+
+
+def _cut(text: str | None, most: int) -> str | None:
+    """Return a text within a limit of wandb; a longer one keeps its begin and its end."""
+    if text is None or len(text) <= most:
+        return text
+    half = (most - 1) // 2
+    return f"{text[: most - half - 1]}…{text[-half:]}"
 
 
 def has_key() -> bool:
@@ -86,7 +97,9 @@ def has_key() -> bool:
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     named = os.environ.get("NETRC")
-    for file in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    folder = home()
+    own = [folder / ".netrc", folder / "_netrc"] if folder else []
+    for file in [Path(named)] if named else own:
         try:
             if netrc.netrc(file).authenticators(host):
                 return True
