@@ -86,8 +86,10 @@ class SamplingRequest(BaseModel):
         default=None, le=100, description="sampling temperature; 0 is greedy"
     )
     top_p: float | None = Field(default=None, gt=0, le=1, description="mass of nucleus sampling")
-    top_k: TopK | None = Field(default=None, description="number of likeliest tokens; 0 for all")
-    min_p: float | None = Field(default=None, gt=0, le=1, description="least share of the top probability")
+    top_k: TopK | None = Field(default=None, description="number of likeliest tokens; 0 or -1 for all")
+    min_p: float | None = Field(
+        default=None, ge=0, le=1, description="least share of the top probability; 0 for none"
+    )
     repetition_penalty: Factor | None = Field(default=None, description="factor for tokens of the row")
     presence_penalty: Penalty | None = Field(default=None, description="penalty for sampled tokens")
     frequency_penalty: Penalty | None = Field(default=None, description="penalty per earlier occurrence")
@@ -109,6 +111,11 @@ class SamplingRequest(BaseModel):
     request_id: Name = Field(default="", description="ignored")
     kind: ClassVar[str]
     """Object type in an answer."""
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _all(cls, top_k: object) -> object:
+        return 0 if type(top_k) is int and top_k == -1 else top_k  # vLLM's way to say all
 
     @field_validator("stop")
     @classmethod

@@ -199,6 +199,17 @@ def test_what_is_unlikely_may_be_left_out_and_what_was_said_made_unlikelier(door
     assert len(set(greedy["choices"][0]["token_ids"])) < len(greedy["choices"][0]["token_ids"])
 
 
+def test_values_that_switch_a_rule_off_are_accepted(door: tuple[str, Passes]) -> None:
+    says = {"prompt": "1+2=", "max_tokens": 8, "temperature": 2.0, "seed": 7}
+    code, plain = asked(door[0], "/completions", says)
+    assert code == 200
+    for off in ({"min_p": 0}, {"min_p": 0.0}, {"top_k": -1}, {"top_k": 0}, {"top_p": 1, "min_p": 0}):
+        code, found = asked(door[0], "/completions", {**says, **off})
+        assert code == 200 and found["choices"][0]["text"] == plain["choices"][0]["text"], off
+    for wrong in ({"top_k": -2}, {"top_k": True}, {"min_p": -0.1}):
+        assert asked(door[0], "/completions", {**says, **wrong})[0] == 400, wrong
+
+
 @pytest.mark.parametrize(
     ("says", "lacks"),
     [({"temperature": 0}, "GREEDY"), ({"min_p": 0.1}, "CUT"), ({"presence_penalty": 1}, "PENALTIES")],
