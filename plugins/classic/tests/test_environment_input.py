@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,46 @@ from rillflow_classic.environments.make import make_environment
 from rillflow_classic.environments.vector import EnvironmentFailure
 
 FAULTY = Path(__file__).with_name("faulty.py")
+NEIGHBOURS = """
+import gymnasium as gym
+import numpy as np
+from physics_of_game import fall
+
+
+class Game(gym.Env):
+    observation_space = gym.spaces.Box(-10.0, 10.0, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.height = 5.0
+        return np.float32([self.height]), {}
+
+    def step(self, action):
+        from rules_of_game import END
+
+        self.height = fall(self.height)
+        return np.float32([self.height]), 1.0, self.height <= END, False, {}
+"""
+NEIGHBOURS_RECIPE = """
+kind = "classic"
+[environment]
+id = "game.py:Game"
+[network]
+hidden = [8]
+[workers]
+slots = 2
+steps = 16
+actors = 2
+[algorithm]
+name = "ppo"
+steps = 2
+[evaluate]
+episodes = 2
+video = false
+[run]
+threads = 1
+"""
 
 
 def made(id: str = f"{FAULTY}:Counter", slots: int = 3, **settings: Any) -> Any:
@@ -125,7 +167,7 @@ def test_continuous_actions_are_clipped_and_nan_is_refused(provider: str) -> Non
         ({"provider": "envpool"}, "environment.provider is 'envpool', and EnvPool runs no classes"),
         ({"arguments": {"lenght": 3}}, "unexpected keyword argument 'lenght'"),
         (
-            {"id": "CartPole-v1", "arguments": {"speed": 3}},
+            {"id": "CartPole-v1", "provider": "envpool", "arguments": {"speed": 3}},
             "EnvPool cannot make 'CartPole-v1' with .*'speed': 3",
         ),
         (
@@ -161,6 +203,28 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match=r"EnvPool is not installed(?s:.*)rillflow\[classic\]"):
         made("CartPole-v1", provider="envpool")
     assert made("CartPole-v1").num_slots == 3, "Gymnasium has it too"
+
+
+def test_arguments_that_only_gymnasium_has_choose_it() -> None:
+    given = {"is_slippery": False, "map_name": "4x4"}
+    for arguments, provider in ((given, "gymnasium"), ({"num_threads": 1}, "envpool"), ({}, "envpool")):
+        entry = catalog.find(EnvironmentSettings(id="FrozenLake-v1", arguments=arguments))
+        assert entry.provider == provider, arguments
+    assert made("FrozenLake-v1", arguments=given).num_slots == 3
+    with pytest.raises(ConfigError, match="EnvPool cannot make 'FrozenLake-v1'"):
+        made("FrozenLake-v1", arguments=given, provider="envpool")
+
+
+def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
+    """In a process of its own, as a user has it: from another folder, now and at the first step."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/physics_of_game.py").write_text("def fall(height):\n    return height - 1.0\n")
+    (tmp_path / "own/rules_of_game.py").write_text("END = 0.0\n")
+    (tmp_path / "own/game.py").write_text(NEIGHBOURS)
+    (tmp_path / "own/run.toml").write_text(NEIGHBOURS_RECIPE)
+    command = [sys.executable, "-m", "rillflow.cli.main", "run", "own/run.toml", "--dir", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_file_is_found_beside_the_recipe(tmp_path: Path) -> None:

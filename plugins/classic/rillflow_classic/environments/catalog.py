@@ -1,6 +1,7 @@
 """Catalog: what an environment's id names, and who provides it.
 
-"CartPole-v1", "Pong-v5" ─────────> EnvPool, or Gymnasium where EnvPool lacks it or the recipe says so
+"CartPole-v1", "Pong-v5" ─────────> EnvPool, or Gymnasium where EnvPool lacks the id or an argument, or the
+                                    recipe says so
 "MultiAgentCartPole-v0" ──────────> a class of this package
 "MinAtar/Breakout-v1" ────────────> a game of MinAtar
 "game.py:Game", "package:Class" ──> a class: gymnasium.Env, or PettingZoo's parallel form
@@ -26,7 +27,7 @@ from rillflow.errors import ConfigError, RewardError, nearest
 from rillflow.rewards.function import parse_function
 from rillflow.runs.error_lines import own_line
 from rillflow_classic.environments.config import EnvironmentSettings
-from rillflow_classic.environments.envpool_adapter import envpool_ids
+from rillflow_classic.environments.envpool_adapter import envpool_arguments, envpool_ids
 from rillflow_classic.environments.lanes import Lane
 from rillflow_classic.environments.minatar_adapter import GAMES, minatar_game
 
@@ -88,8 +89,17 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
     plain = name.removeprefix(ATARI)
     for each in (plain, name, ATARI + plain):
         if each in known:
-            return CatalogEntry(provider=known[each], name=each, make=minatar_game(each))
+            provider = "gymnasium" if _has_gymnasium_arguments(config, each) else known[each]
+            return CatalogEntry(provider=provider, name=each, make=minatar_game(each))
     raise _unknown(config, known, module)
+
+
+def _has_gymnasium_arguments(config: EnvironmentSettings, name: str) -> bool:
+    """Return whether an id that both providers have is given arguments that EnvPool lacks, as is_slippery."""
+    if config.provider != "auto" or not config.arguments:
+        return False
+    is_in_both = name in envpool_ids() and name in gymnasium_ids()
+    return is_in_both and not config.arguments.keys() <= envpool_arguments(name)
 
 
 def _unknown(config: EnvironmentSettings, known: Collection[str], module: str) -> ConfigError:
@@ -118,6 +128,8 @@ def _imported(config: EnvironmentSettings, module: str) -> dict[str, Any]:
     """Return the names of a file or a module."""
     try:
         if module.endswith(".py") and module not in sys.modules:
+            if (folder := str(Path(module).parent)) not in sys.path:
+                sys.path.insert(0, folder)  # the file may import its neighbours, also at a later call
             spec = importlib.util.spec_from_file_location(module, module)
             assert spec is not None and spec.loader is not None
             sys.modules[module] = loaded = importlib.util.module_from_spec(spec)

@@ -36,6 +36,13 @@ def envpool_ids() -> frozenset[str]:
     return frozenset(envpool.list_all_envs())
 
 
+def envpool_arguments(name: str) -> frozenset[str]:
+    """Return the names of the arguments that EnvPool takes for an id of its own."""
+    import envpool
+
+    return frozenset(envpool.make_spec(name).config._fields)
+
+
 class EnvPoolEnvironment(VectorEnvironment):
     """Slots of one EnvPool.
 
