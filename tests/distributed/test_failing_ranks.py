@@ -286,12 +286,14 @@ time.sleep(600)
 def test_nothing_is_left_when_the_driver_is_killed() -> None:
     """Ray's own helpers wait a minute for a dead head."""
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
-    folder = Path(driver.stdout.readline().strip())
-    family = psutil.Process(driver.pid).children(recursive=True)
-    assert folder.is_dir() and any("RankProcess" in " ".join(each.cmdline()) for each in family)
-    driver.kill()
-    driver.communicate()
+    try:
+        assert driver.stdout is not None
+        folder = Path(driver.stdout.readline().strip())
+        family = psutil.Process(driver.pid).children(recursive=True)
+        assert folder.is_dir() and any("RankActor" in " ".join(each.cmdline()) for each in family)
+    finally:
+        driver.kill()
+        driver.communicate()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     assert not folder.exists()
