@@ -141,7 +141,7 @@ def test_ctrl_c_leaves_checkpoints_and_the_same_sweep_resumes(swept: Tiny) -> No
     made._settle = interrupted  # type: ignore[method-assign]
     with pytest.raises(Interrupted, match="was stopped"):
         made.run()
-    assert any("stopping: each run" in line for line in said)
+    assert any("each run finishes its step" in line for line in said)
     steps = [len(read_metrics(run.path)) for run in runs]
     assert all(0 < made_steps < 6 for made_steps in steps), steps
     assert all(any((run.path / "checkpoints").iterdir()) for run in runs)
