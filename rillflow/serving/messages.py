@@ -15,8 +15,8 @@ from typing import Any
 from rillflow.errors import DataError
 from rillflow.serving.openai_answers import call_json
 from rillflow.serving.openai_protocol import ChatRequest
-from rillflow.serving.tool_calls import Answer, object_in
-from rillflow.tasks.example import Example, prompt_of
+from rillflow.serving.tool_calls import Answer
+from rillflow.tasks.example import Example, prompt_of, with_object
 
 _ECHOED = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content", "parsed")
 """Keys of answers that clients send back; if they are empty, they say nothing."""
@@ -49,19 +49,11 @@ def cleaned(message: Mapping[str, Any]) -> dict[str, Any]:
             del found[name]
     calls = found.pop("tool_calls", None)
     if calls:
-        found["tool_calls"] = [_call(each) for each in calls] if isinstance(calls, list) else calls
+        is_list = isinstance(calls, list) and all(isinstance(each, dict) for each in calls)
+        found["tool_calls"] = [with_object(each) for each in calls] if is_list else calls
     elif found.get("role") == "assistant":
         found.setdefault("content", "")
     return found
-
-
-def _call(call: Any) -> Any:
-    """Return a call with its arguments as an object, if they are the JSON of one."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    arguments = object_in(function["arguments"])
-    return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
 
 
 def turn_of(answer: Answer, begin: int) -> dict[str, Any]:
@@ -71,7 +63,7 @@ def turn_of(answer: Answer, begin: int) -> dict[str, Any]:
         turn[THOUGHTS] = answer.reasoning
     if answer.calls:
         calls = [call_json(call, begin, place) for place, call in enumerate(answer.calls)]
-        turn["tool_calls"] = [_call(each) for each in calls]
+        turn["tool_calls"] = [with_object(each) for each in calls]
     return turn
 
 

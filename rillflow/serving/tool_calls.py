@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from rillflow.errors import DataError, ModelError
 from rillflow.models.tokenizer import Tokenizer
+from rillflow.tasks.example import object_in
 
 Tools = Sequence[Mapping[str, Any]]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -253,15 +254,6 @@ def detected(tokenizer: Tokenizer) -> str | None:
     if _OPEN in template:
         return "hermes"
     return "llama" if _PYTHON_TAG in template or "ipython" in template else None
-
-
-def object_in(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a text is; None if it is anything else. An empty text is no argument."""
-    try:
-        found = json.loads(text or "{}", strict=False, parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _after(text: str, tag: str, place: int) -> int:

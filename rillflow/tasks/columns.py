@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rillflow.tasks.example import require_column
+from rillflow.tasks.example import require_column, value_text
 
 PLACES = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 """Placeholders of a template; two braces stand for one."""
@@ -56,6 +56,10 @@ class ColumnPlan:
             made["prompt"] = [{"role": "system", "content": self.system}, *prompt]
         return made
 
+    def given(self, names: Iterable[str]) -> frozenset[str]:
+        """Return the data's names of columns that the task has under these names."""
+        return frozenset(self.named.get(name, name) for name in names)
+
     def _filled(self, row: Mapping[str, Any]) -> str:
         """Return the template with the row's values; the items of a list stand on lines of their own."""
 
@@ -65,6 +69,7 @@ class ColumnPlan:
                 return found[0][0]
             require_column(row, name)
             here = row[name]
-            return "\n".join(map(str, here)) if isinstance(here, list) else str("" if here is None else here)
+            parts = here if isinstance(here, list) else ["" if here is None else here]
+            return "\n".join(map(value_text, parts))
 
         return PLACES.sub(value, self.template or "")

@@ -55,14 +55,18 @@ class Example:
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """Messages of a conversation for a chat template: text parts joined, null content as empty text."""
+        """Messages for a chat template: parts joined, null content as empty text, arguments as objects."""
         assert not isinstance(self.prompt, str), "a text has no turns"
-        return [{**message, "content": _text(message.get("content", ""), "")} for message in self.prompt]
+        turns = [{**message, "content": _text(message.get("content", ""), "")} for message in self.prompt]
+        for turn in turns:
+            if "tool_calls" in turn:
+                turn["tool_calls"] = [with_object(call) for call in turn["tool_calls"]]
+        return turns
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
-        """Tools that a conversation may call: its column ``tools``."""
-        return None if isinstance(self.prompt, str) else self.columns.get("tools")
+        """Tools that a conversation may call: its column ``tools``; None if that is empty."""
+        return None if isinstance(self.prompt, str) else self.columns.get("tools") or None
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -200,6 +204,34 @@ def message_of(item: object, number: int, place: str) -> Message:
     return found
 
 
+def with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a call whose arguments are an object, if they are one or the JSON text of one.
+
+    OpenAI's protocol and most recorded conversations have text, and chat templates expect the object.
+    """
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        arguments = object_in(function["arguments"])
+        return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
+    if isinstance(call.get("arguments"), str):
+        arguments = object_in(call["arguments"])
+        return call if arguments is None else {**call, "arguments": arguments}
+    return call
+
+
+def object_in(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is; None if it is anything else. An empty text is no argument."""
+    try:
+        found = json.loads(text or "{}", strict=False, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
+
+
 def answer_of(value: object, name: str) -> str:
     """Return an answer's text, from text or one assistant message; ``name`` names the answer in errors.
 
@@ -242,9 +274,19 @@ def _completion(row: dict[str, Any]) -> str | None:
         answer = row.get("answer")
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             return None
-        return text_of(str(answer), "answer")
+        return text_of(value_text(answer), "answer")
     value = row.pop("completion")
     return None if value is None else answer_of(value, "completion")
+
+
+def value_text(value: object) -> str:
+    """Return a value of a row as text. A whole number is written without a fraction.
+
+    Tables write the whole numbers of a column with gaps as floats.
+    """
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
+    return str(value)
 
 
 def text_of(text: str, name: str) -> str:

@@ -12,14 +12,15 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from os.path import realpath
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from rillflow.errors import DataError
+from rillflow.tasks.arrow_rows import TEMPLATE_INPUTS, without_nulls
 from rillflow.tasks.columns import ColumnPlan
-from rillflow.tasks.example import check_names
+from rillflow.tasks.example import check_names, shown
 from rillflow.tasks.file_bounds import FileBounds, require_regular
 from rillflow.tasks.parquet_rows import parquet_rows
 
@@ -58,8 +59,13 @@ def read_rows(
     """
     _check_path(path)
     if path.suffix == ".jsonl":
-        return made_rows(_json_lines(path), str(path), f"{path.name} line", make, plan)
-    return made_rows(_parquet_rows(path), str(path), f"{path.name} row", make, plan)
+        return made_rows(json_lines(path), str(path), f"{path.name} line", make, plan)
+    return made_rows(_parquet_rows(path, template_inputs(plan)), str(path), f"{path.name} row", make, plan)
+
+
+def template_inputs(plan: ColumnPlan | None) -> frozenset[str]:
+    """Return the data's names of columns that a chat template may read."""
+    return (plan or ColumnPlan()).given(TEMPLATE_INPUTS)
 
 
 def given_rows(
@@ -78,11 +84,11 @@ def given_rows(
             why="prompts must be a list of rows",
             fix="pass one of its values, or a list of rows",
         )
-    return made_rows(_given(rows), GIVEN, f"{GIVEN} row", make, plan)
+    return made_rows(_given(rows, template_inputs(plan)), GIVEN, f"{GIVEN} row", make, plan)
 
 
-def _given(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, given in enumerate(rows, 1):
+def _given(rows: Rows, inputs: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, given in enumerate(_records(rows, inputs), 1):
         row = {str(name): value for name, value in given.items()} if isinstance(given, Mapping) else None
         row = {"prompt": given} if row is None else {name: _plain(value) for name, value in row.items()}
         for name, value in row.items():
@@ -90,11 +96,31 @@ def _given(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
+def _records(rows: Rows, inputs: Collection[str]) -> Rows:
+    """Return the rows of a table of pandas or datasets as objects; other rows unchanged.
+
+    In a table every row has all fields: NaN and null stand for values that a row lacks.
+    """
+    pandas, datasets = (sys.modules.get(name) for name in ("pandas", "datasets"))
+    if pandas is not None and isinstance(rows, pandas.DataFrame):
+        records = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    elif datasets is not None and isinstance(rows, datasets.Dataset | datasets.IterableDataset):
+        records = [*rows]
+    else:
+        return rows
+    return [
+        {name: without_nulls(_plain(value)) if name in inputs else value for name, value in record.items()}
+        for record in records
+    ]
+
+
 def _plain(value: object) -> object:
-    """Return numpy scalars as Python numbers or text, also in lists and dicts; other values unchanged."""
+    """Return numpy's arrays and scalars as Python values, also in lists and dicts; other values unchanged."""
     numpy = sys.modules.get("numpy")  # a numpy value implies that numpy is imported; no import otherwise
     if numpy is not None and isinstance(value, numpy.generic):
         return value.item()
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return _plain(value.tolist())
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -193,10 +219,13 @@ def _check_id(value: object, number: int, unit: str, ids: dict[str | int, int]) 
         )
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    decoder = json.JSONDecoder(
-        parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct
-    )
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each line that is not blank, from 1, and its object.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no object of JSON.
+    """
+    decoder = _decoder()
     for number, line in _lines(path):
         try:
             row = decoder.decode(line.decode("utf-8"))
@@ -210,6 +239,35 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 why="a row must be a JSON object of column names and values",
             )
         yield number, row
+
+
+def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number, from 1, and the object of each row of a file of JSON lines, or of one JSON list.
+
+    Raises:
+        DataError: see ``json_lines``.
+    """
+    with path.open("rb") as file:
+        is_list = file.read(64).removeprefix(_MARK).lstrip().startswith(b"[")
+    if not is_list:
+        yield from json_lines(path)
+        return
+    FileBounds(path, size := path.stat().st_size, is_packed=False).require(size, size)
+    text = path.read_bytes().removeprefix(_MARK)
+    try:
+        rows = _decoder().decode(text.decode("utf-8"))
+    except DataError as error:
+        raise DataError(f"{path}: {error.what}", error.why, error.fix) from None
+    except (ValueError, RecursionError) as error:
+        raise _broken(str(path), text, error) from None
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, row {number}: there is {shown(row)}", why="a row must be a JSON object")
+        yield number, row
+
+
+def _decoder() -> json.JSONDecoder:
+    return json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -281,8 +339,8 @@ def _excerpt(line: bytes) -> str:
     return f"{text!r}..." if len(line) > 60 else repr(text)
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, row in parquet_rows(path):
+def _parquet_rows(path: Path, inputs: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, row in parquet_rows(path, inputs):
         for name, value in row.items():
             _check_plain(value, f"{path}, row {number}: column {name!r}")
         yield number, row

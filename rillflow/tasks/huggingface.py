@@ -1,29 +1,37 @@
 """Hugging Face: rows of a data set of the hub, or of a directory, read by the package datasets.
 
     hf:NAME_OR_DIRECTORY[:SUBSET][:SPLIT] ─┬─ directory of save_to_disk ─────────────────────┐
-                                           └─ files of a repository or directory, or cache ──┴─> Arrow ─> rows
+                                           ├─ files of a repository or directory, or cache ──┴─> Arrow ─> rows
+                                           └─ JSON files of a directory ──────────────────────────────────^
 
 Only formats that hold data are read: Arrow, CSV, JSON and Parquet. No code of a data set runs. Columns whose
-values are not plain, such as images and dates, are left out.
+values are not plain, such as images and dates, are left out, and named on the screen.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rillflow.config.user_paths import expanded
 from rillflow.errors import DataError, nearest
+from rillflow.tasks.arrow_rows import is_plain, plain_rows
 from rillflow.tasks.file_bounds import FileBounds, leaves, require_regular, text_bytes
+from rillflow.tasks.files import json_rows
 from rillflow.tasks.parquet_rows import require_footer
+
+logger = logging.getLogger(__name__)
 
 HUB = "hf:"
 """Beginning of a source that this module reads."""
 FORMATS = ("arrow", "cache", "csv", "json", "parquet")
 """Formats that are read; ``cache`` is the Arrow files of an earlier download."""
+_JSON_ENDINGS = (".json", ".jsonl", ".ndjson")
 _ROWS_AT_ONCE = 1000
 _SHOWN = 300
 
@@ -86,35 +94,91 @@ def relative_source(text: str, base: Path) -> str:
     return f"{HUB}{os.path.relpath(expanded(name), base) if is_here else name}{colon}{more}"
 
 
-def hub_rows(source: HubSource, base: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def hub_rows(
+    source: HubSource, base: Path, inputs: Collection[str] = ()
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number, from 1, and the plain columns of each row.
 
     Args:
         source: the split.
         base: folder of relative directories.
+        inputs: see ``plain_rows``.
 
     Raises:
         DataError: datasets is not installed; there is no such data set, subset or split; its format is not
             one of ``FORMATS``; it is not in the cache and the hub cannot be reached.
     """
     data = _opened(source, base)
+    if isinstance(data, list):
+        yield from enumerate(data, 1)
+        return
     schema = data.features.arrow_schema
-    plain = [field.name for field in schema if _is_plain(field.type)]
+    plain = [field.name for field in schema if is_plain(field.type)]
     if not plain:
         name = f"{HUB}{source.name}"
         raise DataError(f"{name} has no column of text, numbers or lists", why=f"it has {schema.names}")
+    _tell_left_out(source, {each.name: each.type for each in schema if each.name not in plain}, inputs)
     tables = data.select_columns(plain).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE)
     room, number = FileBounds(f"{HUB}{source.name}", 0, is_packed=False), 0
     for table in tables:
         for batch in table.to_batches():
             room.take(sum(map(text_bytes, batch)), batch.num_rows, sum(map(leaves, batch)))
-            for row in batch.to_pylist():
+            for row in plain_rows(batch, inputs):
                 number += 1
                 yield number, row
 
 
+def _tell_left_out(source: HubSource, types: Mapping[str, Any], inputs: Collection[str]) -> None:
+    """Name the columns that no row gets.
+
+    Raises:
+        DataError: the chat template reads one of them.
+    """
+    for name in types:
+        if name in inputs:
+            raise DataError(
+                f"the column {name!r} of {HUB}{source.name} has the type {types[name]}",
+                why="a chat template reads text, numbers, true or false, and lists and structs of them",
+                fix="convert the column, and save the data set again",
+            )
+    if types:
+        told = ", ".join(f"{name!r} ({str(kind)[:_SHOWN]})" for name, kind in types.items())
+        logger.warning(
+            "%s%s: these columns are not read: %s; a row has text, numbers, true or false, and lists and "
+            "structs of them: convert a column that a reward needs",
+            HUB,
+            source.name,
+            told,
+        )
+
+
+def _json_rows(datasets: Any, builder: Any, source: HubSource) -> list[dict[str, Any]] | None:
+    """Return the rows of local JSON files; None if other files, or settings of the data set, are among them.
+
+    datasets turns texts into dates, and texts of a mixed column into numbers. A column that a row lacks is
+    null.
+    """
+    config = builder.config
+    files = {str(name): [*map(Path, each)] for name, each in (config.data_files or {}).items()}
+    paths = [file for each in files.values() for file in each]
+    is_ours = type(config).__name__ == "JsonConfig" and config.field is None and config.features is None
+    if not is_ours or any(file.suffix not in _JSON_ENDINGS or not file.is_file() for file in paths):
+        return None
+    _require_split(source, [*files])
+    chosen = {re.split(r"[\[(]", part)[0] for part in source.split.split("+")}
+    found = {name: [row for file in files[name] for _, row in json_rows(file)] for name in chosen & {*files}}
+    sizes = {name: len(rows) for name, rows in found.items()}
+    rows = [
+        row
+        for part in datasets.ReadInstruction.from_spec(source.split).to_absolute(sizes)
+        for row in found[part.splitname][part.from_ : part.to]
+    ]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
 def _opened(source: HubSource, base: Path) -> Any:
-    """Return the split as a ``datasets.Dataset``."""
+    """Return the split as a ``datasets.Dataset``, or its rows."""
     try:
         # Only users of such data sets need it.
         import datasets
@@ -188,6 +252,8 @@ def _built(datasets: Any, path: str, source: HubSource) -> Any:
             why=f"a task reads {', '.join(each for each in FORMATS if each != 'cache')}",
             fix="convert it to Parquet, and name the directory",
         )
+    if "json" in kinds and (rows := _json_rows(datasets, builder, source)) is not None:
+        return rows
     builder.download_and_prepare()
     _require_split(source, [*(builder.info.splits or ())])
     return builder.as_dataset(split=source.split)
@@ -220,15 +286,3 @@ def _unreadable(source: HubSource, error: Exception, is_folder: bool) -> DataErr
 def _is_path(name: str) -> bool:
     """Return whether a name can only be a path: one of the hub is NAME or OWNER/NAME."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
-def _is_plain(kind: Any) -> bool:
-    """Return whether an Arrow type has text, numbers, booleans, null, or lists and structs of them."""
-    from pyarrow import types
-
-    if types.is_struct(kind):
-        return all(_is_plain(kind.field(place).type) for place in range(kind.num_fields))
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _is_plain(kind.value_type)
-    tests = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating)
-    return any(test(kind) for test in (*tests, types.is_null))

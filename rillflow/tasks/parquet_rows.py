@@ -8,19 +8,25 @@ once. So texts stay in their dictionary until it is known how long they are in a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from rillflow.errors import DataError
+from rillflow.tasks.arrow_rows import plain_rows
 from rillflow.tasks.file_bounds import FileBounds, leaves, text_bytes
 
 ROWS_AT_ONCE = 1024
 _TEXT = "BYTE_ARRAY"
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def parquet_rows(path: Path, inputs: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number, from 1, and the columns of each row; values are not checked.
+
+    Args:
+        path: the file.
+        inputs: see ``plain_rows``.
 
     Raises:
         DataError: pyarrow is not installed, the file is not Parquet, or its rows do not fit into memory.
@@ -45,10 +51,10 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             require_footer(file.metadata, room)
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
                 room.take(sum(map(text_bytes, batch)), batch.num_rows, sum(map(leaves, batch)))
-                for row in batch.to_pylist():
+                for row in plain_rows(batch, inputs):
                     number += 1
                     yield number, row
-    except (ArrowException, OSError, MemoryError) as error:
+    except (ArrowException, OSError, MemoryError, json.JSONDecodeError) as error:
         why = str(error).split("\n")[0] or "its rows do not fit into memory"
         raise DataError(f"{path} cannot be read as Parquet", why=why) from None
 

@@ -21,7 +21,7 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.tasks import arithmetic, gym
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.example import Example
-from rillflow.tasks.files import Rows, given_rows, made_rows, read_rows
+from rillflow.tasks.files import Rows, given_rows, made_rows, read_rows, template_inputs
 from rillflow.tasks.fingerprint import Fingerprint
 from rillflow.tasks.huggingface import HUB, hub_rows, parse_source
 from rillflow.tasks.kinds import ARITHMETIC, GYM, DataKind
@@ -165,7 +165,8 @@ def _read(setting: str, source: str, config: TaskConfig, base: Path, kind: DataK
         subset=own.subset if own is not None and is_own else None,
         split=config.split if setting == "task.source" else None,
     )
-    return made_rows(hub_rows(found, base), f"{HUB}{found.name}", f"{found} row", kind.read, config.plan)
+    rows = hub_rows(found, base, template_inputs(config.plan))
+    return made_rows(rows, f"{HUB}{found.name}", f"{found} row", kind.read, config.plan)
 
 
 def _file(setting: str, source: str, base: Path) -> Path:

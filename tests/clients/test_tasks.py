@@ -24,6 +24,7 @@ from rillflow.rewards.outcome import Outcome, Score  # noqa: E402
 from rillflow.rewards.workers import RewardWorkers  # noqa: E402
 from rillflow.tasks.config import TaskConfig  # noqa: E402
 from rillflow.tasks.example import Example  # noqa: E402
+from rillflow.tasks.files import given_rows  # noqa: E402
 from rillflow.tasks.kinds import PROMPTS  # noqa: E402
 from rillflow.tasks.task import Task, open_task, read_sets  # noqa: E402
 
@@ -114,6 +115,53 @@ def test_images_and_dates_are_left_out_and_nested_values_are_kept(tmp_path: Path
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "d" / "train.parquet")
     (found,) = opened(tmp_path, "hf:d").train
     assert found.columns == {"more": {"a": [1.5, None]}}
+
+
+def test_left_out_columns_are_named_and_one_that_a_template_reads_stops_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import datetime
+
+    row = {"question": "1 + 1?", "answer": "2", "day": datetime.date(2024, 1, 2)}
+    datasets.Dataset.from_list([row] * 2).save_to_disk(str(tmp_path / "set"))
+    opened(tmp_path, "hf:set")
+    assert "hf:set: these columns are not read: 'day' (date32[day])" in caplog.text
+    datasets.Dataset.from_list([row | {"tools": [row["day"]]}] * 2).save_to_disk(str(tmp_path / "tools"))
+    with pytest.raises(DataError, match="the column 'tools' of hf:tools has the type") as refused:
+        opened(tmp_path, "hf:tools")
+    assert "a chat template reads text" in refused.value.why
+
+
+MIXED = [
+    {"question": "1?", "answer": 0.1, "day": "2024-01-02", "mixed": "42", "part": {"x": "a"}},
+    {"question": "2?", "answer": 7, "day": "2024-01-03T04:05:06", "mixed": 42, "part": {"y": [1, "b", None]}},
+    {"question": "3?", "answer": None, "day": None, "mixed": {"z": None}},
+]
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_directory_of_json_gives_the_values_of_its_files(tmp_path: Path, is_list: bool) -> None:
+    """datasets reads texts as dates, and leaves its type for mixed columns to its users."""
+    (tmp_path / "lines").mkdir()
+    text = json.dumps(MIXED, indent=1) if is_list else "\n".join(map(json.dumps, MIXED))
+    (tmp_path / "lines" / f"train.{'json' if is_list else 'jsonl'}").write_text(text)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"part": None} | row) for row in MIXED))
+    assert opened(tmp_path, "hf:lines").train == opened(tmp_path, "rows.jsonl").train
+    assert [each.prompt for each in opened(tmp_path, "hf:lines", split="train[1:]").train] == ["2?", "3?"]
+    assert [each.prompt for each in opened(tmp_path, "hf:lines", split="train[:34%]").train] == ["1?"]
+    with pytest.raises(DataError, match="has no split 'test'"):
+        opened(tmp_path, "hf:lines", split="test")
+    path = next((tmp_path / "lines").iterdir())
+    path.write_text(text[:-9])
+    with pytest.raises(DataError, match=path.name):
+        opened(tmp_path, "hf:lines")
+
+
+def test_a_mixed_column_of_a_saved_data_set_has_its_values(tmp_path: Path) -> None:
+    mixed = [{"question": "1?", "mixed": {"a": 1}}, {"question": "2?", "mixed": [None, "b"]}]
+    whole = datasets.Dataset.from_list(mixed, on_mixed_types="use_json")
+    whole.save_to_disk(str(tmp_path / "set"))
+    assert [each.columns["mixed"] for each in opened(tmp_path, "hf:set").train] == [{"a": 1}, [None, "b"]]
 
 
 def test_a_directory_with_code_or_another_format_runs_nothing(tmp_path: Path) -> None:
@@ -316,3 +364,18 @@ def _score(function: str, completion: str, example: Example) -> Score:
     with RewardWorkers(parse_function(function, Path()), RewardConfig(timeout_s=60)) as workers:
         (score,) = workers.score([""], [completion], columns)
     return score
+
+
+def test_data_frames_and_data_sets_given_in_python_are_rows_as_a_file_has_them() -> None:
+    import pandas
+
+    tools = [[{"name": "f", "parameters": {"a": 1}}], [{"name": "g", "parameters": {"b": 2}}]]
+    table = [
+        {"prompt": f"{n}?", "answer": n or None, "tools": tools[n], "facts": {"a" * (n + 1): n}}
+        for n in range(2)
+    ]
+    expected = [{**row, "facts": {"a": None, "aa": None} | row["facts"]} for row in table]
+    whole = datasets.Dataset.from_list(table)
+    assert given_rows(whole, lambda row, *_: row) == expected
+    assert given_rows(pandas.DataFrame(table), lambda row, *_: row) == table
+    assert given_rows(whole.to_pandas(), lambda row, *_: row) == expected

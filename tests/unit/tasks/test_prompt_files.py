@@ -100,6 +100,31 @@ def test_messages_may_have_names_calls_and_parts_of_text(write: Write) -> None:
     assert example.tools == tools == example.columns["tools"]
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('{"a": [1, null]}', {"a": [1, None]}),
+        ("", {}),
+        ({"a": 1}, {"a": 1}),
+        ("[1]", "[1]"),
+        ("{cut", "{cut"),
+        ('{"a": NaN}', '{"a": NaN}'),
+    ],
+)
+def test_arguments_of_a_call_that_are_the_text_of_an_object_are_the_object_for_a_template(
+    write: Write, written: object, read: object
+) -> None:
+    whole = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": written}}
+    chat = [{"role": "assistant", "tool_calls": [whole, {"name": "add", "arguments": written}]}]
+    chat.append({"role": "user", "content": "and?"})
+    (example,) = read_examples(write({"prompt": chat, "tools": []}))
+    first, second = example.turns[0]["tool_calls"]
+    assert first == {**whole, "function": {"name": "add", "arguments": read}}
+    assert second == {"name": "add", "arguments": read}
+    assert example.prompt[0] == chat[0], "a reward sees what its author wrote"
+    assert example.tools is None, "no tools"
+
+
 def test_an_answer_may_be_a_message_of_the_assistant(write: Write) -> None:
     row = {"prompt": "p", "completion": [{"role": "assistant", "content": "c"}]}
     assert read_examples(write(row))[0].completion == "c"
