@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """Take signals that a shell ignores for its background jobs, because commands respect that."""
+    """Take signals that a shell ignores for its background jobs, or nohup, because commands respect that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -63,3 +63,5 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     """Keep garbage collections off the objects of imports and collection: they take half a second."""
     gc.freeze()
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
