@@ -233,8 +233,14 @@ class RowByRow:
         return self.step()
 
 
+_PARTIAL = "\ufffd"
+"""Character of the bytes of an unfinished character."""
+
+
 class Stops:
     """Texts that end a row; the text and any rest of its last token stay in the row.
+
+    A text is searched in the row's text, because a tokeniser writes ".\\n\\n" as one token where "\\n" stops.
 
     Args:
         texts: texts that end a row, in addition to the model's own stop tokens.
@@ -249,18 +255,30 @@ class Stops:
 
     def __init__(self, texts: Iterable[str], tokenizer: Tokenizer) -> None:
         one = {text: tokenizer.token_of(text) for text in texts}
+        characters = [text for text in one if len(text.encode()) == 1]
         self.tokens = tokenizer.stop_tokens | {token for token in one.values() if token is not None}
         """Tokens that end a row by themselves."""
-        self.longest = max((len(text.encode()) for text, token in one.items() if token is None), default=0)
-        """Maximum tokens of a stop text that is not a single token; 0 if there is none."""
-        self._texts = tuple(text for text, token in one.items() if token is None)
+        if characters:
+            pieces = tokenizer.pieces(range(tokenizer.vocabulary_size))
+            self.tokens |= {
+                token for token, piece in enumerate(pieces) if any(c in piece for c in characters)
+            }
+        self._texts = tuple(
+            text for text in one if text not in characters and tokenizer.special_in(text) != text
+        )
+        self.longest = max((len(text.encode()) for text in self._texts), default=0)
+        """Most tokens that a stop text needs; 0 if every stop is one byte or a special token."""
         self._tokenizer = tokenizer
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Return whether the last of these tokens, a row's last ``longest`` at most, completes a text."""
         piece = self._tokenizer.pieces(tokens[-1:])[0]
         may_complete = [text for text in self._texts if text[-1] in piece or not piece.isascii()]
-        return bool(may_complete) and any(text in self._tokenizer.decode(tokens) for text in may_complete)
+        if not may_complete:
+            return False
+        whole = self._tokenizer.decode(tokens)
+        known = len(self._tokenizer.decode(tokens[:-1]).rstrip(_PARTIAL))
+        return any(text in whole[max(0, known + 1 - len(text)) :] for text in may_complete)
 
 
 def check_tokens(rollout: Rollout, context: int, vocabulary: int) -> None:

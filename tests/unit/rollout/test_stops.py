@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from rillflow.errors import ModelError
+from rillflow.models.bare import BareTokenizer
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
+from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish, Rollout
@@ -93,6 +99,46 @@ def test_a_row_taken_out_in_the_middle_of_a_stop_ends_with_it_all_the_same(model
         ended += used.step()
     sampled = [token for token, kept in zip(ended[0].tokens, ended[0].loss_mask, strict=True) if kept]
     assert model.tokenizer.decode(sampled) == cut(text, stop) and ended[0].finish is Finish.STOP
+
+
+@pytest.fixture(scope="module")
+def merging() -> Tokenizer:
+    """A tokeniser that joins the end of a sentence with what follows, as those of Qwen and Llama 3 do."""
+    words = ["a", "b", "c", ".", "Ċ", "ĊĊ", ".ĊĊ", "ab", "cab", "abc", "Ã", "©", "<|end|>"]
+    merges = [("Ċ", "Ċ"), (".", "ĊĊ"), ("a", "b"), ("c", "ab"), ("ab", "c")]
+    backend = Backend(BPE(vocab={word: place for place, word in enumerate(words)}, merges=merges))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return Tokenizer(BareTokenizer(backend, "<|end|>", []))
+
+
+def test_a_text_of_one_byte_ends_a_row_in_whatever_token_it_is(merging: Tokenizer) -> None:
+    stops = Stops(("\n",), merging)
+    assert {*merging.pieces(sorted(stops.tokens))} == {"\n", "\n\n", ".\n\n", "<|end|>"}
+    assert not stops.longest, "no text is searched"
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "ends"),
+    [
+        ("ab", ["cab"], True),
+        ("ab", ["abc"], True),
+        ("ab", ["a", "b"], True),
+        ("ab", ["c", "b"], False),
+        ("ab", ["cab", "b"], False),
+        ("ab", ["ab", "a", "ab"], True),
+        (".\n", ["a", ".\n\n"], True),
+        ("\n\n", ["\n", "\n"], True),
+        ("\n\na", ["\n\n", "abc"], True),
+        ("é", ["Ã", "©"], True),
+        ("é", ["Ã"], False),
+    ],
+)
+def test_a_text_ends_a_row_with_the_token_that_completes_it(
+    merging: Tokenizer, stop: str, pieces: list[str], ends: bool
+) -> None:
+    """A text that was complete before the newest token, in an earlier turn, does not end the row again."""
+    vocabulary = {"Ã": 10, "©": 11} | {merging.decode([token]): token for token in range(10)}
+    assert Stops((stop,), merging).ends([vocabulary[each] for each in pieces]) is ends
 
 
 def test_an_empty_text_is_refused(model: LanguageModel) -> None:
