@@ -7,18 +7,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.errors import Interrupted, Signalled
+from rillflow.records.batch import Batch, load_batch
 from rillflow.runs import layout
 from rillflow.runs.reader import Evaluation, read_evaluations
 from rillflow.workers.backend import Place
 from tests.simulation.disk import FakeDisk
 from tests.simulation.timeline import Timeline
-from tests.simulation.world import Scenario, World
+from tests.simulation.world import Scenario, World, order_of_prompts, step
 
 IN_ORDER = Scenario(steps=6, checkpoint_every=0, evaluate_every=0)
 AHEAD = replace(IN_ORDER, freshness=1)
@@ -127,3 +129,37 @@ def test_a_sampler_that_dies_is_replaced_and_no_other_rank_starts_again(tmp_path
         worlds.append(World(READY_FIRST, FakeDisk(folder), Timeline(Random(0), {event: kill}, "")))
         worlds[0].run()
         assert worlds[0].attempts == 1
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path, replicas: int) -> None:
+    run = world(READY_FIRST, tmp_path)
+    run.interruption.last = 3
+    with pytest.raises(Interrupted):
+        run.run()
+    again = world(replace(READY_FIRST, replicas=replicas), tmp_path)
+    again.run()
+    assert again.resumed_after == 3
+    assert any(f"the sampler had 2 replicas and has {replicas}" in line for line in again.said)
+    kept = newest(tmp_path)
+    assert kept is not None and kept.step == 6
+
+
+class CollectingWorld(World):
+    """A world whose steps also collect their rollouts."""
+
+    @staticmethod
+    def algorithm(flow: Any, prompts: Batch, config: Scenario) -> Any:
+        report = step(flow, prompts, config)
+        flow.collect("seen", flow.policy.generate(prompts, samples=1))
+        return report
+
+
+@pytest.mark.parametrize("freshness", [0, 1])
+def test_a_checkpoint_keeps_the_rows_that_steps_collected(tmp_path: Path, freshness: int) -> None:
+    scenario = replace(IN_ORDER, freshness=freshness)
+    CollectingWorld(scenario, FakeDisk(tmp_path), Timeline(Random(0), {}, "")).run()
+    kept = newest(tmp_path)
+    assert kept is not None
+    groups = [row.group for row in load_batch(kept.collected["seen"]).row_ids()]
+    assert groups == order_of_prompts(scenario.steps * scenario.groups)

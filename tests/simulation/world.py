@@ -134,6 +134,9 @@ class World:
         repeat: decisions of a run to replay from its start; None to run.
     """
 
+    algorithm = staticmethod(step)
+    """The algorithm of every step."""
+
     def __init__(
         self,
         scenario: Scenario,
@@ -163,9 +166,13 @@ class World:
         """
         scenario, timeline = self.scenario, self.timeline
         with self.disk.watched(timeline), self.interruption.orderly(), ExitStack() as stack:
-            run = stack.enter_context(
-                RunDirectory.open(self.disk.folder / "run", asdict(scenario), clock=timeline.clock)
+            opened = RunDirectory.open(
+                self.disk.folder / "run",
+                asdict(scenario),
+                may_change=["replicas"],
+                clock=timeline.clock,
             )
+            run = stack.enter_context(opened)
             progress = stack.enter_context(Progress(total_steps={"only": scenario.steps}, quiet=True))
             restarted(
                 partial(self._attempt, run, progress), scenario.restarts, run, progress, self.interruption
@@ -221,7 +228,7 @@ class World:
             first=0,
             steps=scenario.steps,
             rows=scenario.groups,
-            step=step,
+            step=self.algorithm,
             config=scenario,
             flow=Flow(staged, state.get("numbers")),
             executor=staged,
