@@ -138,6 +138,15 @@ def test_stages_run_chunk_by_chunk_and_give_the_same_rows(
     assert calls == CALLS
 
 
+def test_batches_with_different_numbers_of_chunks_are_computed_whole(executor: GroupExecutor) -> None:
+    steps = StepExecutor(executor, Source(executor, stream(), chunks=3))
+    scores = list[Pending]()
+    for size in (4, 2):  # the second batch has a chunk for each of its two rows
+        rows = steps.call("policy", "generate", [prompts(0, size)], {"samples": 1})
+        scores.append(steps.call("policy", "score", [rows], {}))
+    assert [each.read().dense("rewards").tolist() for each in scores] == [[0, 2, 4, 6], [0, 2]]
+
+
 def test_rows_of_a_checkpoint_are_not_sampled_again(executor: GroupExecutor, tmp_path: Path) -> None:
     source = Source(executor, stream())
     rows, scored = rewards(executor, source)
