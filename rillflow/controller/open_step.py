@@ -307,12 +307,12 @@ class OpenStep:
 
     def _measured(self) -> dict[str, Metric]:
         """Return the metrics of the controller, and the numbers of formulas."""
-        numbers: dict[str, Metric] = dict(self.journal.measured)
-        for entry in self.journal.stages:
-            if entry.is_number and not self._is_lost(entry.result):
-                name = entry.stage.removeprefix(f"{CONTROLLER}.")
-                numbers[f"flow/{name}/mean"] = Mean(total=self._number(entry.result), count=1)
-        return numbers
+        numbers = {
+            each.stage.removeprefix(f"{CONTROLLER}."): Mean(total=self._number(each.result), count=1)
+            for each in self.journal.stages
+            if each.is_number and not self._is_lost(each.result)
+        }
+        return self.journal.measured | {f"flow/{name}/mean": number for name, number in numbers.items()}
 
     def _is_lost(self, result: Any) -> bool:
         """Return whether a salvaged step misses this result because its ranks have died."""
