@@ -135,6 +135,7 @@ class Steps:
         assert made is not None
         scores = self.source.streamed("scorer.score", [made])
         assert scores is not None and self.source.streamed("scorer.other", [made]) is None
+        self.worked = {each.stage: each.work.worked for each in (made, scores)}
         return cast(Batch, made.read()).join(cast(Batch, scores.read()))
 
     def _take(self, count: int) -> Batch:
@@ -192,6 +193,22 @@ def test_the_ranks_that_give_up_their_rows_score_before_the_last_row_ends() -> N
         assert sum(counts) == 8 * SAMPLES
         early += max(counts) > 8
     assert early > 0
+
+
+def test_a_stage_reports_the_work_of_its_own_ranks() -> None:
+    """The first replica samples the only group of a step; either rank may score it."""
+    scene = Steps(0, groups=1, ranks=2, tp=1, rows=1, kept=1)
+    calls = {
+        place: cast(Scorer, scene.backend._sites[place].objects["scorer"]).calls
+        for place in scene.made["scorer"].places
+    }
+    for _ in range(2):  # a step reports no work of earlier steps
+        scene.step()
+        worked = {stage: {each.place for each in facts} for stage, facts in scene.worked.items()}
+        scored = {place for place, rows in calls.items() if rows}
+        assert worked == {"policy.generate": {*scene.made["sampler"].places[:1]}, "scorer.score": scored}
+        for rows in calls.values():
+            rows.clear()
 
 
 def test_a_replica_that_dies_while_its_rows_move_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
