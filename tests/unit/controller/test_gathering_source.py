@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
 from types import SimpleNamespace
@@ -69,6 +70,8 @@ class Scorer:
 
     site: Site
     calls: list[list[int]] = field(default_factory=list)
+    share: ClassVar = SimpleNamespace(parallel=SimpleNamespace(copy_alone=nullcontext))
+    """Its share of the model: nothing to communicate."""
 
     @endpoint(SPLIT_DP, reads=("tokens",), writes=("scores",), alone=True)
     def score(self, rollouts: Batch) -> Batch:
@@ -93,17 +96,19 @@ class Steps:
         kept: int,
         with_caches: bool = True,
         most_rows: int = 40,
+        copy: int = 1,
         backend: InlineBackend | None = None,
     ) -> None:
         self.drawn, self.groups = 0, groups
         self.backend = backend = backend or Shuffled(Random(seed))
         backend.open([Pool(name="main", size=ranks * tp, takes_device=False)])
         mesh, dp = Mesh.of(dp=ranks, tp=tp), Mesh.of(dp=ranks * tp)
+        copies = Mesh.of(dp=ranks * tp // copy, tp=copy)
         how: dict[str, Any] = {"pool": "main", "backend": backend}
         self.made = made = {
             "policy": Group("policy", {}, mesh=dp, **how),
             "sampler": Group("sampler", endpoints_of(Sampler), mesh=mesh, of="policy", **how),
-            "scorer": Group("scorer", endpoints_of(Scorer), mesh=dp, **how),
+            "scorer": Group("scorer", endpoints_of(Scorer), mesh=copies, **how),
         }
         config = RolloutConfig(max_rows=most_rows)
         model = SimpleNamespace(tokenizer=SimpleNamespace(stop_tokens=frozenset()), context=64)
@@ -111,7 +116,7 @@ class Steps:
         made["sampler"].start(lambda _: Sampler(cast(Any, Weights()), **more))
         made["scorer"].start(Scorer)
         self.executor = executor = GroupExecutor(made, backend)
-        shared = SharedRanks(pool="main", copies={"scorer": 1}, busy=set())
+        shared = SharedRanks(pool="main", copies={"scorer": copy}, busy=set())
         workers = streamed_stages(
             before_updates(CALLS, executor), executor, changing=(), most=2, step_rows=8, shared=shared
         )
@@ -180,6 +185,18 @@ def test_a_step_has_all_of_its_rows_in_order_whatever_moves() -> None:
             measured = scene.source.opened().measured
             moved += int(measured["gather/rows/sum"].value) if "gather/rows/sum" in measured else 0
     assert moved > 100 and len(Cached.moved) > 50
+
+
+def test_all_ranks_that_hold_a_copy_of_a_model_score_the_same_rows() -> None:
+    scene = Steps(0, groups=5, ranks=2, tp=2, rows=1, kept=1, copy=2)
+    rows = scene.step()
+    assert rows.dense("scores").tolist() == rows.ragged("tokens").lengths.tolist()
+    one, its_second, other, its_last = (
+        cast(Scorer, scene.backend._sites[place].objects["scorer"]).calls
+        for place in scene.made["scorer"].places
+    )
+    assert one == its_second and other == its_last
+    assert sorted(prompt for call in one + other for prompt in call) == rows.ids[:, 1].tolist()
 
 
 def test_the_ranks_that_give_up_their_rows_score_before_the_last_row_ends() -> None:
