@@ -20,7 +20,7 @@ from rillflow.controller.async_rollout import AsyncRollout
 from rillflow.controller.decisions import Decisions, Event
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flight import GroupInFlight
-from rillflow.controller.source import DataStream, GroupSampling
+from rillflow.controller.source import ChunkedResult, DataStream, GroupSampling
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import ClusterError, RolloutError, RunDirectoryError
 from rillflow.placement.mesh import Mesh
@@ -214,6 +214,7 @@ class Scene:
         drops: bool = False,
         again: Batch | None = None,
         publishes: int = 1,
+        chunks: int = 1,
         rows: int = 6,
         decisions: Decisions | None = None,
     ) -> None:
@@ -244,7 +245,7 @@ class Scene:
             ),
             step_groups=groups,
             parts=publishes,
-            chunks=1,
+            chunks=chunks,
             most_rows=rows,
             decisions=decisions,
             again=again,
@@ -421,6 +422,24 @@ def test_a_step_that_asks_for_more_gets_other_groups_of_the_same_age() -> None:
     first, more = scene.ready.take(1, 2), scene.ready.more(3)
     assert (len(first), len(more)) == (2, 3)
     assert not {*first.ids[:, 1].tolist()} & {*more.ids[:, 1].tolist()}
+
+
+def test_a_step_in_chunks_has_every_group_of_its_prompts_once() -> None:
+    scene, reordered = Scene(6, 0, 6, 2, chunks=3), 0
+    scene._publishes = True
+    for step in range(4):
+        data = scene.ready.take(step + 1, 6)
+        made = scene.ready.rows(scene.executor.groups["sampler"], "generate", [data], {})
+        assert isinstance(made, ChunkedResult) and made.count == 3
+        chunks: list[Batch] = [made.chunk(index).read() for index in range(3)]
+        assert [len(each) for each in chunks] == [2 * SAMPLES] * 3
+        rows = concatenate(chunks).row_ids()
+        groups = [row.group for row in data.row_ids()]
+        assert sorted(rows) == [RowId(*group, sample) for group in groups for sample in range(SAMPLES)]
+        reordered += rows != sorted(rows)
+        scene.ready.opened()
+        scene.trained.append(scene.executor.on_first_rank("policy", train))
+    assert reordered
 
 
 @pytest.mark.parametrize("drops", [False, True])
