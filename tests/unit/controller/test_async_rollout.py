@@ -191,8 +191,8 @@ class Found:
 
     trained: list[list[tuple[int, tuple[int, ...]]]]
     """Of each step its rows: the prompt, and the versions of the tokens."""
-    given_up: list[int]
-    """Prompts whose rows were given up."""
+    given_up: list[tuple[int, str]]
+    """Prompts whose rows were given up, with reasons."""
     left: list[int]
     """Prompts that were drawn and not trained."""
     drawn: int
@@ -266,7 +266,7 @@ class Scene:
             assert made is not None
             rows: Batch = made.read()
             self.trained += [self.executor.on_first_rank("policy", train) for _ in range(self._times)]
-            given_up += [group[1] for group, _ in self.ready.opened().given_up]
+            given_up += [(group[1], reason) for group, reason in self.ready.opened().given_up]
             assert rows.ids[:, 1].tolist() == [row for row in data.ids[:, 1].tolist() for _ in range(SAMPLES)]
             versions = rows.ragged("versions").lists()
             found.append(
@@ -357,6 +357,15 @@ def test_bounded_staleness_in_random_schedules() -> None:
 @pytest.mark.slow
 def test_bounded_staleness_in_a_thousand_random_schedules() -> None:
     schedules(1000)
+
+
+def test_dropped_groups_say_how_old_they_were_and_no_group_is_begun_in_vain() -> None:
+    ages = list[int]()
+    for seed in range(4):
+        found = Scene(seed, 2, 3, 2, drops=True).run()
+        ages += [int(reason.removeprefix("sampled ").split()[0]) for _, reason in found.given_up]
+        assert not found.left
+    assert ages and min(ages) > 2
 
 
 @pytest.mark.parametrize("publishes", [2, 3])
