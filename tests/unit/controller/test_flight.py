@@ -1,13 +1,16 @@
-"""Groups that a worker of a streamed stage loses are noted as lost, and its replacement computes them."""
+"""A flight notes the groups that a dead worker loses; a repeated one knows which decisions are past."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from rillflow.controller.decisions import Decisions
 from rillflow.controller.flight import Flight
+from rillflow.controller.repeated_flight import RepeatedFlight
 from rillflow.controller.source import DataStream, GroupSampling
+from rillflow.controller.streamed_stages import StageWorker
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.backend import Place, RankDied
 from rillflow.workers.pending import Pending, wait_for_any
@@ -48,21 +51,25 @@ class DyingWorker:
         return scored
 
 
-def test_groups_of_a_worker_that_dies_are_lost_and_computed_again() -> None:
-    executor, log, said = Scene(0, 1, 2, 1).executor, Log(), list[str]()
-    flight = Flight(
-        executor,
-        DataStream(take=lambda count: prompts(0, count), state=dict),
-        sync=None,
-        how=GroupSampling(
+def flight_settings(log: Log, workers: Sequence[StageWorker], said: list[str]) -> dict[str, Any]:
+    """Return the settings of a flight of two groups on one replica."""
+    return {
+        "sync": None,
+        "how": GroupSampling(
             groups=2, samples=SAMPLES, sampling=None, replicas=[[0]], deadline_s=5, say=said.append
         ),
-        most_rows=6,
-        capacity=4,
-        workers=[DyingWorker()],
-        decisions=Decisions(log),
-        again=[],
-    )
+        "most_rows": 6,
+        "capacity": 4,
+        "workers": workers,
+        "decisions": Decisions(log),
+        "again": [],
+    }
+
+
+def test_groups_of_a_worker_that_dies_are_lost_and_computed_again() -> None:
+    log, said = Log(), list[str]()
+    data = DataStream(take=lambda count: prompts(0, count), state=dict)
+    flight = Flight(Scene(0, 1, 2, 1).executor, data, **flight_settings(log, [DyingWorker()], said))
     flight.draw(2)
     (replica,) = flight.replicas
     for _ in range(2):
@@ -81,3 +88,11 @@ def test_groups_of_a_worker_that_dies_are_lost_and_computed_again() -> None:
     assert sorted(complete) == [(0, 0), (0, 1)]
     assert scoring[0][0] == "run" and scoring[1] == ["lost", *scoring[0][1:]]
     assert said == ["the scorer has died; its groups are scored again, and a new process takes its place"]
+
+
+def test_a_sampler_call_beside_the_steps_is_past_only_once_its_evaluation_is_over() -> None:
+    data = DataStream(take=lambda count: prompts(0, count), state=dict)
+    flight = RepeatedFlight(Scene(0, 1, 2, 1).executor, data, **flight_settings(Log(), [], []))
+    assert not any(flight.is_past(["beside", step]) for step in range(3))
+    flight.after = 1
+    assert [flight.is_past(["beside", step]) for step in range(3)] == [True, True, False]
