@@ -204,7 +204,7 @@ def _renamed(base: Base, child: Path) -> Iterator[Path]:
     if not base.run or len(place.parts) < 5:
         return
     checkpoint = place.parent.name.removesuffix(layout.REPLACED)
-    for folder in dict.fromkeys((place.parents[3], child.absolute().parent)):
+    for folder in (place.parents[3], child.absolute().parent):
         for run in sorted(folder.iterdir()) if folder.is_dir() else ():
             if run.is_dir() and layout.is_run_directory(run) and run_id(run) == base.run:
                 for name in (checkpoint, checkpoint + layout.REPLACED):

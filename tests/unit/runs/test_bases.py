@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def test_the_manifest_tells_missing_and_short_files_and_reading_tells_changed_by
     assert model_digest(policy) != known
 
 
+def test_the_order_of_files_in_a_manifest_leaves_the_digest_alone(policy: Path) -> None:
+    known, file = model_digest(policy), policy.parent / "manifest.json"
+    manifest = json.loads(file.read_text())
+    files = dict(reversed(manifest["files"].items()))
+    assert [*files] != [*manifest["files"]]
+    file.write_text(json.dumps({**manifest, "files": files}))
+    assert model_digest(policy) == known
+
+
 def test_a_large_model_outside_checkpoints_is_sampled_to_its_last_byte(tmp_path: Path) -> None:
     file, size = tmp_path / "model.safetensors", WHOLE_BYTES + 5
     with file.open("wb") as opened:
@@ -52,6 +62,10 @@ def test_a_large_model_outside_checkpoints_is_sampled_to_its_last_byte(tmp_path:
         with file.open("r+b") as opened:
             opened.seek(place)
             opened.write(b"\1")
+        assert model_digest(tmp_path) != known
+        known = model_digest(tmp_path)
+    for text in ("{}", "[]"):  # a small file of the model counts with all its bytes
+        (tmp_path / "config.json").write_text(text)
         assert model_digest(tmp_path) != known
         known = model_digest(tmp_path)
     with file.open("r+b") as opened:

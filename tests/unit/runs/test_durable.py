@@ -16,13 +16,15 @@ FILL = """
 import resource, sys
 from pathlib import Path
 from rillflow.errors import RunDirectoryError
-from rillflow.runs.durable import replace
+from rillflow.runs.durable import append, replace
 from rillflow.runs.run_directory import RunDirectory
 from rillflow.records.metrics import Sum
 
 run = RunDirectory.open(Path(sys.argv[1]), {})
 file = run.path / "rollouts" / "step-000001-0001-of-0001.safetensors"
+notes = run.path / "notes.txt"
 replace(file, [b"a"])
+append(notes, b"short\\n")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 step = 0
 try:
@@ -32,7 +34,12 @@ try:
 except RunDirectoryError as error:
     print(error)
 long = {"text": "y" * 5000}
-for act in (lambda: replace(file, [b"y" * 5000]), lambda: run.write_json("config.json", long)):
+large = b"y" * 5000
+for act in (
+    lambda: replace(file, [large]),
+    lambda: append(notes, large),
+    lambda: run.write_json("config.json", long),
+):
     try:
         act()
     except RunDirectoryError as error:
@@ -53,9 +60,10 @@ def test_when_no_more_can_be_written_the_earlier_lines_and_files_are_whole(tmp_p
     assert len(records) > 5
     for name in ("digests.jsonl", "step-000001-0001-of-0001.safetensors"):  # digests before their files
         assert any(line.startswith("cannot write") and name in line for line in text), name
-    assert sum("are free on its disk" in line for line in text) == 3
-    assert sum("free disk space" in line for line in text) == 3
+    assert sum("are free on its disk" in line for line in text) == 4
+    assert sum("free disk space" in line for line in text) == 4
     assert (path / "rollouts" / "step-000001-0001-of-0001.safetensors").read_text() == "a"
+    assert (path / "notes.txt").read_text() == "short\n"
     assert (path / "config.json").read_text() == "{}\n"
     assert not list(path.rglob("*.tmp"))
 
