@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, save_model
 from rillflow.models.model_files import write_tensors
 from rillflow.runs.layout import kept_steps
+from tests.simulation.disk import FakeDisk
+from tests.simulation.timeline import Timeline
 
 TENSORS = {"exp_avg/a": torch.arange(6.0).view(2, 3)}
 
@@ -160,6 +163,19 @@ def test_what_its_writer_has_hashed_is_not_read_again(tmp_path: Path) -> None:
     assert listed.keys() == {"large", "state.json"} and listed["large"]["sha256"] == "as its writer says"
     with pytest.raises(RunDirectoryError, match="large is not what was written"):
         latest_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_large_files_are_flushed_once(
+    tmp_path: Path, model: LanguageModel
+) -> None:
+    events = Timeline(Random(0), {}, "")
+    with FakeDisk(tmp_path).watched(events):
+        path = save(tmp_path, 4, model)
+    seen = [line.split(" driver ")[1] for line in events.trace if " driver " in line]
+    before = seen[: seen.index(f"rename .{path.name}.draft")]
+    for each in (path, *path.rglob("*")):
+        count = before.count(f"flush {Path('.step-000004.draft', each.relative_to(path))}")
+        assert count == 1 or (count and each.is_dir()), each
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

@@ -181,6 +181,44 @@ def test_a_run_that_ends_in_time_is_left_alone() -> None:
     assert not interruption.is_over
 
 
+class LateInterruption(Interruption):
+    """An interruption whose time for a stop is over just before the run ends."""
+
+    _is_over = False
+
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
+        super().__init__(stop_s=0.0)
+
+    @property
+    def is_over(self) -> bool:  # type: ignore[override]
+        return self._is_over
+
+    @is_over.setter
+    def is_over(self, value: bool) -> None:
+        if value:
+            self.begun.set()
+            self.ended.wait(60)
+        self._is_over = value
+
+
+def test_a_run_that_ends_while_its_time_runs_out_gets_no_signal() -> None:
+    received: list[int] = []
+    before = signal.signal(ABANDON, lambda number, _: received.append(number))
+    try:
+        late = LateInterruption()
+        with training(late):
+            (answering,) = (each for each in threading.enumerate() if each.name == "interruption")
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert late.begun.wait(60)
+        late.ended.set()
+        answering.join(60)
+        assert late.is_over
+    finally:
+        signal.signal(ABANDON, before)
+    assert not received
+
+
 def test_weights_that_change_in_place_are_changed_completely() -> None:
     made = []
     with (
