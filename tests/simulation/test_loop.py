@@ -98,6 +98,19 @@ def test_an_evaluation_that_outlives_the_time_for_a_stop_is_abandoned_and_named(
     assert kept is not None and kept.step == 2
 
 
+def test_rows_that_were_sampled_for_later_steps_survive_an_abandoned_evaluation(tmp_path: Path) -> None:
+    def judge(run: JudgedWorld, number: int) -> Sequence[Evaluation]:
+        if number == 1:
+            run.interruption.requested = run.interruption.is_over = True
+            raise Signalled
+        return [Evaluation(count=2, mean_reward=0.5)]
+
+    with pytest.raises(Interrupted, match="stopped after step 2"):
+        world(replace(AHEAD, evaluate_every=2), tmp_path, judge).run()
+    kept = newest(tmp_path)
+    assert kept is not None and kept.step == 2 and kept.sampled(3)
+
+
 def test_graded_results_stay_graded_if_all_later_rewards_are_right_or_wrong(tmp_path: Path) -> None:
     def judge(run: JudgedWorld, number: int) -> Sequence[Evaluation]:
         return [Evaluation(count=2, mean_reward=0.5, is_accuracy=number > 0)]

@@ -463,6 +463,13 @@ def test_a_replay_repeats_every_decision_on_ranks_of_other_speeds(seed: int, dro
     assert repeated.head is None and repeated.position == len(log.events)
 
 
+def test_another_call_of_the_sampler_is_on_disk_before_it_is_made() -> None:
+    log = Log()
+    scene = Scene(1, 2, 2, 2, decisions=Decisions(log))
+    scene.ready.settle(0)
+    assert log.events[-1] == ["beside", 0]
+
+
 def test_a_replay_refuses_another_decision_and_a_resume_leaves_the_script_there() -> None:
     log = Log()
     log.log_decisions([["draw", 2], ["begin", 0, [0, 0]], ["form", []]])
