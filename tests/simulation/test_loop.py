@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,13 @@ import pytest
 
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.executor import GroupExecutor
-from rillflow.errors import Interrupted, Signalled
+from rillflow.controller.weight_sync import WeightSync
+from rillflow.errors import ClusterError, Interrupted, RewardError, Signalled
 from rillflow.records.batch import Batch, load_batch
+from rillflow.records.metrics import Metric
 from rillflow.runs import layout
 from rillflow.runs.reader import Evaluation, read_evaluations
-from rillflow.workers.backend import Place
+from rillflow.workers.backend import Place, RankDied, Replacement
 from tests.simulation.disk import FakeDisk
 from tests.simulation.timeline import Timeline
 from tests.simulation.world import Scenario, World, order_of_prompts, step
@@ -38,6 +40,32 @@ class JudgedWorld(World):
         super()._evaluated(executor)
         self.judged += 1
         return self.judge(self.judged - 1)
+
+
+class CrowdedWorld(World):
+    """A world without room for new processes."""
+
+    def _restart(
+        self, executor: GroupExecutor, sync: WeightSync, ranks: Sequence[int]
+    ) -> Iterator[Replacement]:
+        yield self.backend.replace([executor.groups["sampler"].places[rank] for rank in ranks])
+        raise ClusterError("no node has room", why="the simulation has none", fix="")
+
+
+def unmeasurable(scores: Batch) -> dict[str, Metric]:
+    raise RewardError(f"{len(scores)} scores have no mean")
+
+
+class UnmeasurableWorld(World):
+    """A world whose metrics of rewards cannot be computed."""
+
+    def _roles(self, kept: Checkpoint | None) -> tuple[GroupExecutor, WeightSync]:
+        executor, sync = super()._roles(kept)
+        reward = executor.groups["reward"]
+        reward.endpoints = {
+            name: replace(each, measures=unmeasurable) for name, each in reward.endpoints.items()
+        }
+        return executor, sync
 
 
 def world(scenario: Scenario, folder: Path, judge: Judge | None = None) -> JudgedWorld:
@@ -176,3 +204,31 @@ def test_a_checkpoint_keeps_the_rows_that_steps_collected(tmp_path: Path, freshn
     assert kept is not None
     groups = [row.group for row in load_batch(kept.collected["seen"]).row_ids()]
     assert groups == order_of_prompts(scenario.steps * scenario.groups)
+
+
+def test_a_run_goes_on_without_a_sampler_that_cannot_be_replaced(tmp_path: Path) -> None:
+    worlds = list[World]()
+    events = Timeline(Random(0), {200: partial(_kill_sampler, worlds)}, "")
+    worlds.append(CrowdedWorld(READY_FIRST, FakeDisk(tmp_path), events))
+    worlds[0].run()
+    assert worlds[0].attempts == 1
+    assert any("the run goes on with 1 of 2 such replicas" in text for text in worlds[0].said)
+
+
+def test_a_step_whose_update_runs_when_the_sampler_dies_is_saved(tmp_path: Path) -> None:
+    events, worlds = Timeline(Random(0), {}, ""), list[World]()
+    (tmp_path / "whole").mkdir()
+    World(IN_ORDER, FakeDisk(tmp_path / "whole"), events).run()
+    begins = next(line for line in events.trace if line.endswith("main-0 begins policy.update"))
+    events = Timeline(Random(0), {int(begins.split()[0]): partial(_kill_sampler, worlds)}, "")
+    (tmp_path / "cut").mkdir()
+    worlds.append(World(IN_ORDER, FakeDisk(tmp_path / "cut"), events))
+    with pytest.raises(RankDied):
+        worlds[0].run()
+    kept = newest(tmp_path / "cut")
+    assert kept is not None and (kept.step, kept.state["version"]) == (1, 1)
+
+
+def test_an_error_in_the_metrics_of_rows_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="4 scores have no mean"):
+        UnmeasurableWorld(AHEAD, FakeDisk(tmp_path), Timeline(Random(0), {}, "")).run()
