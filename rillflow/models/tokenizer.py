@@ -30,13 +30,13 @@ from rillflow.errors import ModelError
 from rillflow.models.bare import BareTokenizer, bare_tokenizer, settings_of
 from rillflow.models.directory_checks import LIBRARY_ERRORS, check_files
 from rillflow.models.probes import chosen_template, probe_template
+from rillflow.models.template_changes import rewritten, says, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # the import takes a second or two
 
 _AS_WRITTEN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Declared classes that add nothing to tokenizer.json."""
-_SHOWN = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class Tokenizer:
 
         Raises:
             ModelError: as ``encode_chats`` and ``encode_completions``; or the template changes the
-                conversation's text once it is answered.
+                conversation's text once it is answered, or leaves out a part of the answer.
         """
         texts = [self._reply(chat, answer) for chat, answer in zip(chats, answers, strict=True)]
         return self._ended(self._encode(texts, begin=False, is_rendered=True))
@@ -345,8 +345,13 @@ class Tokenizer:
         turn = {"role": "assistant", "content": answer}
         whole = self.rendered(replace(chat, turns=[*chat.turns, turn]), opens=False)
         if not whole.startswith(before):
-            raise _rewritten(before, whole)
-        return whole[len(before) :]
+            raise rewritten(before, whole)
+        reply = whole[len(before) :]
+        if not says(reply, answer):
+            opening = before.removeprefix(self.rendered(chat, opens=False))
+            if not says(opening + reply, answer):
+                raise shortened(answer, reply)
+        return reply
 
     def _refuse_special(self, chat: Chat) -> None:
         parts: list[tuple[str, object]] = [(f"a message of {turn['role']!r}", turn) for turn in chat.turns]
@@ -463,15 +468,6 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
         f"the model {source} has no tokeniser that can be loaded",
         why=why,
         fix="put tokenizer.json and tokenizer_config.json next to the weights",
-    )
-
-
-def _rewritten(before: str, whole: str) -> ModelError:
-    was, became = (text[max(0, len(before) - _SHOWN) :][: 2 * _SHOWN] for text in (before, whole))
-    return ModelError(
-        f"the chat template renders a prompt differently before an answer: {was!r} became {became!r}",
-        why="a training answer must follow the same prompt text as a sampled one",
-        fix="try task.template_arguments, or render the rows yourself: task.chat_template_applied = true",
     )
 
 

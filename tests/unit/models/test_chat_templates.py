@@ -110,6 +110,37 @@ def test_a_template_that_rewrites_the_past_is_named() -> None:
     assert "task.chat_template_applied" in caught.value.fix
 
 
+STRIPPING = QWEN.replace("'\\n' + m['content']", "'\\n' + m['content'].split('</think>')[-1].strip()")
+"""Leaves out thoughts, as the template of DeepSeek's R1 models does."""
+EMPTY = "'<think>\\n\\n</think>\\n\\n' * (m.role == 'assistant')"
+ADDING = QWEN.replace("'\\n' + m['content']", "'\\n' + " + EMPTY + " + m['content'] | trim")
+OPENING = QWEN.replace("assistant{{ '\\n' }}", "assistant{{ '\\n<think>\\n' }}")
+"""Opens an answer with the beginning of its thoughts."""
+
+
+@pytest.mark.parametrize("answer", ["<think>\nsix\n</think>\n\n42", "so</think>42"])
+def test_a_template_that_leaves_out_a_part_of_an_answer_to_learn_is_refused(answer: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        qwen(STRIPPING).encode_replies([CHAT, CHAT], ["42", answer])
+    assert f"writes the answer {answer!r} as '42<|im_end|>" in refused.value.what
+    assert "chat_template.jinja" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "reply"),
+    [
+        (STRIPPING, " 42\n", "42<|im_end|>"),
+        (ADDING, "  42\n", "<think>\n\n</think>\n\n42<|im_end|>"),
+        (OPENING, "<think>\nsix\n</think>\n\n42", "six\n</think>\n\n42<|im_end|>"),
+    ],
+)
+def test_trimmed_blanks_empty_thoughts_and_opened_ones_are_no_loss(
+    template: str, answer: str, reply: str
+) -> None:
+    tokenizer = qwen(template)
+    assert shown(tokenizer, tokenizer.encode_replies([CHAT], [answer])[0]).rstrip() == reply
+
+
 def test_a_template_gets_its_arguments_tools_names_and_calls() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     turns = [
