@@ -31,7 +31,7 @@ from rillflow.errors import ModelError, nearest
 from rillflow.models.architecture import head_of, head_weights
 from rillflow.models.config import AdapterConfig
 from rillflow.models.lazy_weights import Read, Source, read_slice
-from rillflow.models.locate import BASE, SETTINGS, WEIGHTS, AdapterSource
+from rillflow.models.peft_settings import BASE, SETTINGS, WEIGHTS, AdapterSource
 from rillflow.models.quantised import (
     FORMS,
     QuantisedLinear,

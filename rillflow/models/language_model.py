@@ -38,7 +38,7 @@ from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.directory_checks import listed
 from rillflow.models.lazy_weights import ALONE, Source, fill, on_device, taken_out
-from rillflow.models.locate import WEIGHTS, AdapterSource, base_of, found_adapter, locate
+from rillflow.models.locate import base_of, found_adapter, locate
 from rillflow.models.model_files import (
     METADATA,
     file_weights,
@@ -48,6 +48,7 @@ from rillflow.models.model_files import (
     write_tensors,
 )
 from rillflow.models.modules import load_module, load_scalar_module, new_module
+from rillflow.models.peft_settings import WEIGHTS, AdapterSource
 from rillflow.models.quantised import quantised_weights
 from rillflow.models.tokenizer import Tokenizer, load_tokenizer, require_rows
 from rillflow.runs.durable import flush, publish_folder

@@ -6,52 +6,17 @@ path ─> a directory under the recipe's folder | a name on the hub | an error w
 
 from __future__ import annotations
 
-import json
 import re
 import socket
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from rillflow.config.user_paths import expanded
 from rillflow.errors import ModelError
-from rillflow.models.config import BASES, AdapterConfig
-from rillflow.models.directory_checks import FILE_BYTES, check_file
+from rillflow.models.config import AdapterConfig
+from rillflow.models.peft_settings import SETTINGS, WEIGHTS, AdapterSource, read_adapter
 from rillflow.runs.bases import recorded_base
-
-SETTINGS = "adapter_config.json"
-"""The file that marks a directory as an adapter."""
-BASE = "rillflow_base"
-"""Setting in that file for the base's format in training, if it is not full; PEFT does not read it."""
-WEIGHTS = "adapter_model.safetensors"
-"""The file of the adapter's weights."""
-MOST_RANK = 2**14
-"""Maximum rank of an adapter."""
-_REFUSED = (
-    "bias",
-    "alpha_pattern",
-    "rank_pattern",
-    "modules_to_save",
-    "layers_to_transform",
-    "fan_in_fan_out",
-)
-_PLAIN: tuple[Any, ...] = (None, "none", False, [], {}, ["score"])
-"""Values with which PEFT's settings of ``_REFUSED`` leave an adapter plain."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterSource:
-    """Source of an adapter."""
-
-    base: str
-    """Directory or hub name of the base model."""
-    config: AdapterConfig
-    """Size and kind of the adapter."""
-    directory: Path | None = None
-    """Directory of its weights; None for a new adapter."""
-
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -109,40 +74,16 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
         ModelError: the settings cannot be read or are not supported; or the directory has an adapter and
             another one is wanted.
     """
-    path = Path(source) / SETTINGS
-    if not path.exists():
+    if not (Path(source) / SETTINGS).exists():
         return None if wanted is None else AdapterSource(base=source, config=wanted)
-    try:
-        check_file(path, FILE_BYTES[SETTINGS])
-        said = json.loads(path.read_bytes())
-        base, rank, alpha = said["base_model_name_or_path"], said["r"], said["lora_alpha"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read", why=f"{type(error).__name__}: {error}") from error
-    is_lora = said.get("peft_type") == "LORA" and bool(base)
-    odd = [] if is_lora else ["peft_type" if base else "base_model_name_or_path"]
-    odd += [name for name in _REFUSED if said.get(name) not in _PLAIN]
-    odd += [BASE] if said.get(BASE, "full") not in BASES else []
-    if odd:
-        raise ModelError(
-            f"{path} has {odd[0]} = {said.get(odd[0])!r}",
-            why="Rillflow supports LoRA, rsLoRA and DoRA, with one rank for all layers, on a base that is "
-            f"{', '.join(BASES[:-1])} or {BASES[-1]}",
-            fix="merge it into its base with PEFT, and name the merged model",
-        )
+    adapter = read_adapter(Path(source))
     if wanted is not None:
         raise ModelError(
             f"the model {source} is an adapter, and the recipe adds another one",
             why="a run trains one adapter, and this directory already has it",
-            fix=f"leave adapter out, or name its base: {base}",
+            fix=f"leave adapter out, or name its base: {adapter.base}",
         )
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
-        raise ModelError(f"{path} has r = {str(rank)[:40]}", why=f"a rank must be from 1 to {MOST_RANK:,}")
-    kind: Any = "dora" if said.get("use_dora") else "rslora" if said.get("use_rslora") else "lora"
-    targets = said.get("target_modules") or ()
-    targets = () if targets == "all-linear" else (targets,) if isinstance(targets, str) else sorted(targets)
-    kept = said.get(BASE, "full")
-    config = AdapterConfig(rank=rank, alpha=alpha, kind=kind, targets=tuple(targets), base=kept)
-    return AdapterSource(base=base, config=config, directory=Path(source))
+    return adapter
 
 
 def base_of(source: str) -> str:

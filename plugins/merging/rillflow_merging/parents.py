@@ -24,8 +24,8 @@ from torch import Tensor
 
 from rillflow.errors import ModelError
 from rillflow.models.directory_checks import check_weight_files, settings_in, unusable
-from rillflow.models.locate import SETTINGS
 from rillflow.models.model_files import KINDS
+from rillflow.models.peft_settings import SETTINGS
 
 PIECE = 2**18
 """Number of elements read of each parent at a time."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rillflow.errors import DataError, RunDirectoryError
 from rillflow.models.adapters import file_name, write_adapter_settings
-from rillflow.models.locate import WEIGHTS, AdapterSource
+from rillflow.models.peft_settings import WEIGHTS, AdapterSource
 from rillflow.runs.durable import flush, publish_folder
 from rillflow_training_service.shared_base import Shape, SharedBase
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rillflow.models.locate import MOST_RANK
+from rillflow.models.peft_settings import MOST_RANK
 from rillflow.rollout.config import MOST_TOP_K, Temperature
 from rillflow.serving.request_fields import WHOLE, Free, Name, Notes, Text
 from rillflow_training_service.tenant import AdamParams

@@ -24,7 +24,7 @@ from rillflow.models.adapters import ADAPTER, AdaptedLinear, Adapter, adapted, a
 from rillflow.models.architecture import has_plain_head, vocabulary_of
 from rillflow.models.config import AdapterConfig
 from rillflow.models.language_model import LanguageModel
-from rillflow.models.locate import MOST_RANK
+from rillflow.models.peft_settings import MOST_RANK
 
 ALPHA = 32.0
 """Scale of every adapter, as in Tinker: alpha / rank multiplies its output."""

@@ -192,6 +192,91 @@ def test_an_adapter_of_something_else_is_refused(
         load(tmp_path / "saved")
 
 
+SAME: dict[str, dict[str, Any]] = {
+    "dropout": {"lora_dropout": 0.1},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "one layer": {"layers_to_transform": [1]},
+    "layers by pattern": {"layers_to_transform": 0, "layers_pattern": "layers"},
+    "excluded": {"exclude_modules": ["up_proj"]},
+    "excluded by expression": {"exclude_modules": r".*\.0\..*"},
+    "by expression": {"target_modules": r".*layers\.1\.(self_attn\.q|mlp\.up)_proj"},
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "init_lora_weights": {"init_lora_weights": "pissa"},
+    "init_lora_weights: quick": {"init_lora_weights": "pissa_niter_2"},
+    "init_lora_weights: olora": {"init_lora_weights": "olora"},
+    "use_rslora": {"use_dora": True, "use_rslora": True},
+    "lora_bias": {"lora_bias": True},
+    "bias": {"bias": "lora_only"},
+    "rank_pattern": {"rank_pattern": {"q_proj": 2}},
+    "alpha_pattern": {"alpha_pattern": {"q_proj": 2}},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "trainable_token_indices": {"trainable_token_indices": [1, 2]},
+    "alora_invocation_tokens": {"alora_invocation_tokens": [5, 2]},
+    "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
+    "revision": {"revision": "main2"},
+}
+
+
+def peft_logits(base: Path, folder: Path, settings: dict[str, Any]) -> Tensor:
+    """Write an adapter with PEFT; return what PEFT's own reading of it says."""
+    peft = pytest.importorskip("peft")
+    with quiet():
+        config = peft.LoraConfig(
+            **{
+                "task_type": "CAUSAL_LM",
+                "r": 4,
+                "target_modules": ["q_proj", "v_proj", "up_proj"],
+                **settings,
+            }
+        )
+        made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+        draw = torch.Generator().manual_seed(7)
+        for name, tensor in made.named_parameters():
+            if "lora_B" in name:
+                tensor.data.add_(0.1 * torch.randn(tensor.shape, generator=draw))
+        made.save_pretrained(folder)
+        again = AutoModelForCausalLM.from_pretrained(base)
+        return logits(peft.PeftModel.from_pretrained(again, folder).eval())
+
+
+@pytest.mark.parametrize("settings", SAME.values(), ids=SAME)
+def test_an_adapter_of_each_kind_says_what_peft_says(
+    load: Callable[..., LanguageModel], base: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    theirs = peft_logits(base, tmp_path / "theirs", settings)
+    ours = load(tmp_path / "theirs")
+    torch.testing.assert_close(logits(ours.module), theirs, rtol=0, atol=2e-6)
+    save_model(ours, tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again").module), logits(ours.module))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_adapter_of_another_kind_is_refused_by_the_setting(
+    load: Callable[..., LanguageModel], base: Path, tmp_path: Path, name: str
+) -> None:
+    by_hand = name in ("revision", "layer_replication")  # need a hub, and a deeper base
+    peft_logits(base, tmp_path / "theirs", {} if by_hand else REFUSED[name])
+    if by_hand:
+        written(tmp_path / "theirs", **REFUSED[name])
+    with pytest.raises(ModelError, match=f"has {name.partition(':')[0]} = ") as refused:
+        load(tmp_path / "theirs")
+    assert "does not know" not in refused.value.why and "merge it into its base" in refused.value.fix
+
+
+def test_a_setting_of_a_later_version_is_refused_unless_it_is_off(
+    load: Callable[..., LanguageModel], tmp_path: Path
+) -> None:
+    save_model(trained(load(rank=4)), tmp_path / "saved")
+    written(tmp_path / "saved", use_x=False, x_config=None, y_pattern={})
+    load(tmp_path / "saved")
+    written(tmp_path / "saved", use_x=True)
+    with pytest.raises(ModelError, match="has use_x = True") as refused:
+        load(tmp_path / "saved")
+    assert "does not know the setting" in refused.value.why
+
+
 def test_an_adapter_for_another_base_is_refused(load: Callable[..., LanguageModel], tmp_path: Path) -> None:
     save_model(load(rank=4), tmp_path / "saved")
     other = load_model(
