@@ -144,9 +144,15 @@ def join_cluster(address: str) -> None:
             ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
         warn_without_token(address)
     except (OSError, RuntimeError, ValueError, faults.RayError) as error:
-        told = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
-        why = told[-1] if any("Traceback" in line for line in told) else " ".join(told)
-        raise ClusterError(what, why=why or type(error).__name__, fix=fix) from None
+        raise ClusterError(what, why=cause(error), fix=fix) from None
+
+
+def cause(error: BaseException) -> str:
+    """Return the cause of an error of Ray in a line: of a printed traceback, only the last line."""
+    lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+    return (lines[-1] if any("Traceback" in line for line in lines) else " ".join(lines)) or type(
+        error
+    ).__name__
 
 
 def _is_node() -> bool:

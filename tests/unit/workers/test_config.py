@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 from rillflow.workers.config import MeshSizes, PlacementConfig
+from rillflow.workers.processes import ProcessBackend
+from rillflow.workers.start import ray_backend
 
 
 @pytest.mark.parametrize(
@@ -34,6 +38,21 @@ def test_dp_is_what_pp_and_tp_leave_of_a_pool() -> None:
 
 def test_a_mesh_without_sizes_is_one_rank_with_the_whole_model() -> None:
     assert MeshSizes().ranks == 1 and MeshSizes().is_plain
+
+
+@pytest.mark.parametrize(("sizes", "is_sharded"), [({}, False), ({"fsdp": 2}, True), ({"ep": 2}, True)])
+def test_ranks_hold_different_shards_with_fsdp_or_experts_apart(
+    sizes: dict[str, int], is_sharded: bool
+) -> None:
+    assert MeshSizes(dp=2, **sizes).is_sharded == is_sharded
+
+
+def test_a_backend_has_the_defaults_of_the_settings() -> None:
+    defaults = PlacementConfig()
+    for backend in (ProcessBackend, ray_backend):
+        parameters = inspect.signature(backend).parameters
+        told = {name: parameters[name].default for name in ("start_s", "heartbeat_s") if name in parameters}
+        assert told and told == {name: getattr(defaults, name) for name in told}
 
 
 def test_every_setting_of_placement_is_described() -> None:

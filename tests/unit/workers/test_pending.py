@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from rillflow.errors import ClusterError
 from rillflow.workers.backend import Place
 from rillflow.workers.inline import InlineBackend
-from rillflow.workers.pending import Pending, Submission
+from rillflow.workers.pending import Pending, Submission, await_replies
 from rillflow.workers.values import RemoteValue
 
 
@@ -40,3 +41,14 @@ def test_a_rank_whose_result_nobody_needs_still_fails_the_read() -> None:
     watched.set_exception(ValueError("of the second rank"))
     with pytest.raises(ValueError, match="of the second rank"):
         pending_of(taken, watched).read(10.0)
+
+
+def test_processes_that_do_not_answer_in_time_are_named_with_what_they_did() -> None:
+    here, late = Future[Any](), Future[Any]()
+    here.set_result(1)
+    calls = {Place("main", 0): here, Place("main", 1): late, Place("judge", 0): late}
+    with pytest.raises(ClusterError) as raised:
+        await_replies("joining its world", calls, InlineBackend(), 0.05, fix="raise placement.start_s")
+    names = "rank 1 of pool 'main', rank 0 of pool 'judge'"
+    assert raised.value.what == f"{names} did not finish joining its world in 0.05 s"
+    assert raised.value.fix == "raise placement.start_s"

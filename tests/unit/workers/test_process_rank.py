@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +19,27 @@ from rillflow.workers.segments import SegmentPool
 POOL = SegmentPool()
 
 
+class StoppedSocket(socket.socket):
+    """A socket during whose reads the run may be stopped."""
+
+    stops: Callable[[], None] | None = None
+    """Called once, while a frame is read."""
+    reads = 0
+
+    def recvmsg(self, *sizes: Any) -> Any:
+        frame = super().recvmsg(*sizes)
+        self.reads += 1
+        if self.stops is not None and self.reads == 2:
+            self.stops()
+        return frame
+
+
 class DriverEnd:
     """The driver's end of a rank's socket; the rank serves in the test's own thread."""
 
     def __init__(self) -> None:
-        self.socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.theirs = StoppedSocket(fileno=theirs.detach())
         self.rank = ProcessRank(self.theirs)
         self.rank.deadline_s = 10.0
         self.rank.site = Site(place=Place("main", 1), ranks=SingleRank(), fetch=self.rank.fetch)
@@ -90,6 +106,16 @@ def test_a_stopped_rank_refuses_calls_of_before_the_stop_and_runs_later_ones(dri
     refused, done = driver.replies()
     assert refused[:2] == (FrameKind.FAILED, 1)
     assert isinstance(refused[2], Stranded) and refused[2].what == "was abandoned"
+    assert done == (FrameKind.DONE, 2, "after")
+
+
+def test_a_stop_while_an_argument_arrives_ends_the_call_that_waits_for_it(driver: DriverEnd) -> None:
+    driver.theirs.stops = driver.rank.abandon
+    driver.call(1, fetched, 7)
+    driver.put(FrameKind.FOUND, 1, 7, value="argument")
+    driver.call(2, same, "after", era=1)
+    _, (kind, number, error), done = driver.replies()
+    assert (kind, number) == (FrameKind.FAILED, 1) and error.what == "was abandoned"
     assert done == (FrameKind.DONE, 2, "after")
 
 

@@ -11,7 +11,8 @@ import pytest
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
-from rillflow.workers.ray_cluster import RayCluster, forget_token, private_token, warn_without_token
+from rillflow.workers.ray import RayBackend
+from rillflow.workers.ray_cluster import RayCluster, cause, forget_token, private_token, warn_without_token
 
 PATH = "RAY_AUTH_TOKEN_PATH"
 
@@ -48,3 +49,19 @@ def test_a_joined_cluster_that_needs_no_token_is_warned_about(
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     warn_without_token("10.0.0.9:6379")
     assert ("the cluster at 10.0.0.9:6379 needs no token" in caplog.text) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Failed to connect.\n  Is Ray up?\n", "Failed to connect. Is Ray up?"),
+        ('Traceback (most recent call last):\n  File "a.py"\nAuthError: no token\n', "AuthError: no token"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_the_cause_of_an_error_of_ray_is_one_line(text: str, told: str) -> None:
+    assert cause(RuntimeError(text)) == told
+
+
+def test_a_call_has_at_most_five_seconds_to_end_once_it_is_abandoned() -> None:
+    assert [RayBackend(deadline_s).abandon() for deadline_s in (60.0, 2.0)] == [5.0, 2.0]
