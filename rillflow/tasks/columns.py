@@ -2,6 +2,8 @@
 
 {"question": "6 * 7?", "answer": "#### 42"}
   ─ task.columns = { prompt = "question" } ─> {"prompt": "6 * 7?", "answer": "#### 42"}
+{"prompt": "6 * 7?", "model": {"truth": 42}}
+  ─ { answer = "model.truth" } ─────────────> {"prompt": "6 * 7?", "answer": 42, "model": {"truth": 42}}
   ─ task.template = "{prompt} Think." ──────> {"prompt": "6 * 7? Think.", ...}
   ─ task.system = "Be brief." ──────────────> {"prompt": [system message, user message], ...}
 """
@@ -13,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rillflow.tasks.example import require_column, value_text
+from rillflow.errors import DataError, nearest
+from rillflow.tasks.example import require_column, shown, value_text
 
 PLACES = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 """Placeholders of a template; two braces stand for one."""
@@ -28,7 +31,7 @@ class ColumnPlan:
     """
 
     named: Mapping[str, str] = field(default_factory=dict)
-    """Column of the data by column of the task; all other columns keep their names."""
+    """Column of the data, or a field of one, by column of the task; other columns keep their names."""
     template: str | None = None
     """Text of the prompt, with columns in braces; None: the column ``prompt``."""
     system: str | None = None
@@ -42,18 +45,17 @@ class ColumnPlan:
         Raises:
             DataError: a column that a setting names is missing.
         """
-        for name in self.named.values():
-            require_column(row, name)
+        values = {name: _field(row, given) for name, given in self.named.items()}
         used = set(self.named.values())
-        made = {name: value for name, value in row.items() if name not in used}
-        made |= {name: row[given] for name, given in self.named.items()}
+        made = {name: value for name, value in row.items() if name not in used} | values
         if self.template is not None:
             made["prompt"] = self._filled({**row, **made})
-        prompt = made.get("prompt")
-        if isinstance(prompt, str) and prompt and (self.chat or self.system is not None):
-            made["prompt"] = prompt = [{"role": "user", "content": prompt}]
+        key = "prompt" if "prompt" in made else "messages"
+        prompt = made.get(key)
+        if key == "prompt" and isinstance(prompt, str) and prompt and (self.chat or self.system is not None):
+            made[key] = prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list) and self.system is not None:
-            made["prompt"] = [{"role": "system", "content": self.system}, *prompt]
+            made[key] = [{"role": "system", "content": self.system}, *prompt]
         return made
 
     def given(self, names: Iterable[str]) -> frozenset[str]:
@@ -73,3 +75,21 @@ class ColumnPlan:
             return "\n".join(map(value_text, parts))
 
         return PLACES.sub(value, self.template or "")
+
+
+def _field(row: Mapping[str, Any], name: str) -> Any:
+    """Return a column, or a field of it: ``reward_model.ground_truth``."""
+    column, *fields = [name] if name in row else name.split(".")
+    require_column(row, column)
+    value = row[column]
+    for number, each in enumerate(fields):
+        if value is None:
+            return None
+        if not isinstance(value, dict) or each not in value:
+            raise DataError(
+                f"there is no field {each!r} in {'.'.join([column, *fields[:number]])!r}",
+                why=f"it has {shown(value)}",
+                fix=nearest(each, value) if isinstance(value, dict) else "",
+            )
+        value = value[each]
+    return value

@@ -107,9 +107,22 @@ def example_of(row: dict[str, Any], index: int, place: str) -> Example:
         DataError: the prompt is missing, null, empty, or neither text nor messages; the completion is not
             text; tools are not a list of objects. The message does not say where the row is.
     """
+    _split_messages(row)
     prompt = prompt_of(row)
     completion = _completion(row)
     return Example(index=index, prompt=prompt, completion=completion, columns=row, place=place)
+
+
+def _split_messages(row: dict[str, Any]) -> None:
+    """Turn a column ``messages`` without ``prompt`` into the prompt; a last answer becomes the completion."""
+    if "prompt" in row or not isinstance(row.get("messages"), list):
+        return
+    messages = row.pop("messages")
+    is_answered = messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+    if is_answered and "completion" not in row:
+        row["completion"] = messages[-1:]
+        messages = messages[:-1]
+    row["prompt"] = messages
 
 
 def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
@@ -172,7 +185,7 @@ def _messages(value: list[object]) -> tuple[Message, ...]:
         raise DataError(
             "the prompt's last message is the assistant's",
             why="the policy would have nothing to answer",
-            fix="move it to a column 'completion', as text",
+            fix="move it to a column 'completion', as text; in a column 'messages' it is the answer to learn",
         )
     return messages
 

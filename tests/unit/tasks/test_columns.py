@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from rillflow.tasks.kinds import PROMPTS
 from rillflow.tasks.preference import PREFERENCES
 from rillflow.tasks.task import open_task
 
+ROOT = Path(__file__).parents[3]
 ROWS = [
     {"question": f"{n} + 1?", "answer": f"#### {n + 1}", "level": n, "hints": ["a", "b"]} for n in range(4)
 ]
@@ -34,6 +37,59 @@ def test_columns_are_renamed_and_the_others_keep_their_names(tmp_path: Path) -> 
     row = opened(tmp_path, ROWS, columns={"prompt": "question", "right": "answer"}).train[2]
     assert row.prompt == "2 + 1?"
     assert row.columns == {"right": "#### 3", "level": 2, "hints": ["a", "b"]}
+
+
+def test_a_field_of_a_column_may_be_given_a_name(tmp_path: Path) -> None:
+    rows = [{"prompt": "?", "model": {"truth": {"x": n}}, "dot.ted": n} for n in (1, 2)]
+    rows.append({"prompt": "?", "model": None, "dot.ted": 3})
+    names = {"right": "model.truth.x", "plain": "dot.ted"}
+    columns = [each.columns for each in opened(tmp_path, rows, columns=names).train]
+    assert [(each["right"], each["plain"]) for each in columns] == [(1, 1), (2, 2), (None, 3)]
+    assert columns[0]["model"] == {"truth": {"x": 1}}
+    with pytest.raises(DataError, match=r"there is no field 'y' in 'model\.truth'") as missing:
+        opened(tmp_path, rows[:2], columns={"right": "model.truth.y"})
+    assert missing.value.why == 'it has {"x": 1}'
+    with pytest.raises(DataError, match="there is no column 'modle'"):
+        opened(tmp_path, rows, columns={"right": "modle.truth"})
+
+
+def test_the_wrapper_for_verls_rewards_takes_verls_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/from_verl.md").read_text("utf-8"), re.DOTALL)
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{n} * 7?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(7 * n)},
+            "extra_info": {"split": "train", "index": n},
+        }
+        for n in (1, 2)
+    ]
+    given = [each.columns for each in opened(tmp_path, rows).train]
+    score = "def compute_score(source, text, truth, info):\n    return float(text == truth) + info['index']\n"
+    (tmp_path / "my_verl_reward.py").write_text(score)
+    (tmp_path / "wrapper_of_the_page.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = importlib.import_module("wrapper_of_the_page").reward
+    columns = {name: [row[name] for row in given] for name in given[0]}
+    answers = [[{"role": "assistant", "content": text}] for text in ("7", "7")]
+    assert reward(completions=answers, **columns) == [2.0, 2.0]
+
+
+def test_a_conversation_is_a_prompt_and_its_last_answer(tmp_path: Path) -> None:
+    asked, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    rows = [{"messages": [asked, said, asked, said], "n": 1}, {"messages": [asked], "n": 2}]
+    one, other = opened(tmp_path, rows, system="Be brief.").train
+    system = {"role": "system", "content": "Be brief."}
+    assert (list(one.prompt), one.completion) == ([system, asked, said, asked], "Ho")
+    assert (list(other.prompt), other.completion) == ([system, asked], None)
+    assert one.columns == {"n": 1}
+    with pytest.raises(DataError, match="the prompt is \\[\\]"):
+        opened(tmp_path, [{"messages": [said]}])
+    kept = opened(tmp_path, [{"prompt": "?", "messages": "kept for the reward"}]).train[0]
+    assert kept.columns == {"messages": "kept for the reward"}
 
 
 def test_one_column_may_be_given_two_names(tmp_path: Path) -> None:
