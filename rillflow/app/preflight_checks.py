@@ -236,6 +236,11 @@ def _look_at_model(facts: RecipeFacts, report: Report) -> None:
         for problem in unfit(grid, tp, sizes.heads, sizes.kv_heads, sizes.layers):
             raise problem
         report.say("model", [f"{name}: {sizes.parameters:,} parameters, context {sizes.context:,} tokens"])
+        if facts.adapter is not None and sizes.experts:
+            report.notes.append(
+                f"{sizes.experts:,} of the model's {sizes.parameters:,} parameters get no adapter: the "
+                "experts of a layer share one weight, and adapters stand beside linear layers"
+            )
     if facts.directory is not None and any(not isinstance(row.prompt, str) for row in _rows(facts)):
         require_template(facts.directory)
 

@@ -46,6 +46,8 @@ ADAPTER = "_adapter"
 _PREFIX = "base_model.model."
 _NAMES = {"down.weight": "lora_A.weight", "up.weight": "lora_B.weight", "length": "lora_magnitude_vector"}
 """Names of an adapter's tensors in files."""
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "experts")
+"""Names that users of a mixture give to its experts' layers."""
 
 
 class Adapter(nn.Module):
@@ -147,6 +149,13 @@ def attach(module: Any, config: AdapterConfig) -> None:
         named = {name for name in inside | heads if f".{name}".endswith(f".{target}")}
         if not named:
             ends = sorted({name.rpartition(".")[2] for name in inside})
+            if target.rpartition(".")[2] in _OF_EXPERTS and (stacked := _stacked(module)):
+                raise ModelError(
+                    f"the adapter's target {target!r} is not a linear layer of the {type(module).__name__}",
+                    why=f"all experts of a layer share one weight, {stacked}, and adapters stand beside "
+                    "linear layers",
+                    fix=f"adapt {', '.join(ends)}, or train without an adapter",
+                )
             raise ModelError(
                 f"the adapter's target {target!r} is not a linear layer of the {type(module).__name__}",
                 why=f"the linear layers of its body are {', '.join(ends) or 'none'}",
@@ -163,6 +172,11 @@ def attach(module: Any, config: AdapterConfig) -> None:
         join(part, adapter)
     if head is None:
         head_of(module).requires_grad_(True)
+
+
+def _stacked(module: nn.Module) -> str:
+    """Return the name of the first weight that all experts of a layer share; empty in a dense decoder."""
+    return next((name for name, each in module.named_parameters() if each.dim() == 3), "")
 
 
 def file_name(name: str) -> str:

@@ -76,6 +76,19 @@ def test_a_new_model_of_an_unusual_type_is_counted_exactly(folder: Path, archite
     assert sizes.experts == sum(each.numel() for name, each in weights.items() if ".experts." in name)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2"])
+def test_parameters_of_experts_that_get_no_adapter_are_counted(folder: Path, architecture: str) -> None:
+    new = facts(folder, f"policy.model.new.architecture={architecture}").recipe.policy.model
+    save_model(load_model(new, seed=0, device=torch.device("cpu"), base=folder), folder / "base")
+    report = Report()
+    named = ("policy.model.new=none", "policy.model.path=base", "policy.model.adapter.rank=2")
+    found = facts(folder, *named)
+    look(found, report)
+    assert found.sizes is not None and not report.problems
+    told = f"{found.sizes.experts:,} of the model's {found.sizes.parameters:,} parameters get no adapter"
+    assert any(note.startswith(told) for note in report.notes) == (architecture == "qwen3_moe")
+
+
 def test_models_are_known_by_the_section_that_names_them(folder: Path) -> None:
     new = facts(folder).recipe.policy.model.new
     model = load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=folder)

@@ -288,6 +288,19 @@ def test_an_adapter_for_another_base_is_refused(load: Callable[..., LanguageMode
         load(tmp_path / "saved")
 
 
+@pytest.mark.parametrize("target", ["gate_proj", "down_proj", "mlp.experts"])
+def test_a_target_within_a_mixtures_experts_is_refused_with_the_cause(tmp_path: Path, target: str) -> None:
+    new = NewModel(hidden=32, layers=1, context=64, architecture="qwen3_moe")
+    save_model(load_model(ModelConfig(new=new), seed=0, device=CPU, base=Path()), tmp_path / "mixture")
+    adapter = AdapterConfig(rank=2, targets=(target,))
+    with pytest.raises(ModelError, match="is not a linear layer") as refused:
+        load_model(
+            ModelConfig(path=str(tmp_path / "mixture"), adapter=adapter), seed=0, device=CPU, base=Path()
+        )
+    assert refused.value.why.startswith("all experts of a layer share one weight, model.layers.0.mlp.experts")
+    assert refused.value.fix.startswith("adapt k_proj, o_proj, q_proj, v_proj")
+
+
 def test_one_adapter_is_trained(load: Callable[..., LanguageModel], tmp_path: Path) -> None:
     save_model(load(rank=4), tmp_path / "saved")
     with pytest.raises(ModelError, match="is an adapter, and the recipe adds another one"):
