@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from rillflow.errors import DataError, ModelError
 from rillflow.models.tokenizer import Tokenizer
-from rillflow.tasks.example import object_in
+from rillflow.tasks.example import no_number, object_in
 
 Tools = Sequence[Mapping[str, Any]]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -34,11 +34,7 @@ _STRING_OR_CLOSE = re.compile(r'"(?:[^"\\]|\\.)*"?|</tool_call>', re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
-
-
-_JSON = json.JSONDecoder(strict=False, parse_constant=_no_number)  # models write line breaks inside strings
+_JSON = json.JSONDecoder(strict=False, parse_constant=no_number)  # models write line breaks inside strings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +332,6 @@ def _typed(value: str, kind: Any) -> Any:
         return value
     words = {"True": "true", "False": "false", "None": "null"}
     try:
-        return json.loads(words.get(value, value), parse_constant=_no_number)
+        return json.loads(words.get(value, value), parse_constant=no_number)
     except (ValueError, RecursionError):
         return value

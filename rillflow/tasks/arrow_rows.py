@@ -64,7 +64,9 @@ def is_plain(kind: Any) -> bool:
 
 
 def _is_json(kind: Any) -> bool:
-    return getattr(kind, "extension_name", "") == _JSON
+    from pyarrow import BaseExtensionType
+
+    return isinstance(kind, BaseExtensionType) and kind.extension_name == _JSON
 
 
 def _reader(kind: Any) -> Callable[[Any], Any] | None:

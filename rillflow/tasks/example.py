@@ -235,13 +235,14 @@ def with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
 def object_in(text: str) -> dict[str, Any] | None:
     """Return the JSON object that a text is; None if it is anything else. An empty text is no argument."""
     try:
-        found = json.loads(text or "{}", strict=False, parse_constant=_no_number)
+        found = json.loads(text or "{}", strict=False, parse_constant=no_number)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def _no_number(name: str) -> None:
+def no_number(name: str) -> None:
+    """Refuse NaN and infinity, which Python's JSON parser reads and JSON lacks."""
     raise ValueError(f"JSON has no {name}")
 
 

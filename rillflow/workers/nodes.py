@@ -65,7 +65,7 @@ class ProcessSeat:
     pid: int
     """Number of the process on its node."""
     niceness: int = 0
-    """Its niceness: above 0, other programs of the node go first."""
+    """Niceness of the process; above 0, other programs get the cores first."""
 
     @property
     def order(self) -> tuple[int, int]:
