@@ -19,6 +19,7 @@ RUN pip install --no-cache-dir --index-url "https://download.pytorch.org/whl/${T
 
 COPY pyproject.toml README.md LICENSE ./
 COPY rillflow rillflow
+COPY rillflow_parts rillflow_parts
 COPY plugins/planner plugins/planner
 RUN grep -v -i -E '^(torch|triton|nvidia)' constraints.txt > others.txt \
     && pip install --no-cache-dir -c others.txt ".[${EXTRAS}]" ./plugins/planner

@@ -85,7 +85,7 @@ VERL_PYTHON ?= $(wildcard .verl/bin/python)
 
 oracles: $(FULL)
 	$(PYTEST) tests/unit/models/test_adapters.py tests/unit/models/test_quantised.py
-	$(BIN)/python benchmarks/differential.py $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) \
+	$(BIN)/python benchmarks/training/differential.py $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) \
 		$(if $(VERL_PYTHON),--verl-python $(VERL_PYTHON))
 
 SEEDS ?= 1000

@@ -1,14 +1,14 @@
 """Run the smallest round of every benchmark: the real code with tiny sizes, and no results page.
 
-    benchmarks/NAME.py   SMALLEST = ["ladder --stages tiny"]   arguments of runs that take seconds
-                         SLOW = ["pools --rounds 1"]          of runs of more than about 3 s of processor time
-                         NEEDS = ["ray"]                      modules that a plain installation lacks
+    benchmarks/AREA/NAME.py   SMALLEST = ["ladder --stages tiny"]   arguments of runs of seconds
+                              SLOW = ["pools --rounds 1"]          of runs above about 3 s of processor time
+                              NEEDS = ["ray"]                      modules that a plain installation lacks
 
     name ─ read_round, no import ─> Round ─ run_command ─> one forked process per command line ─> output
 
-    python benchmarks/smallest.py                       # SMALLEST of every benchmark, or SLOW if it has none
-    python benchmarks/smallest.py ahead classic/ring    # of two of them
-    python benchmarks/smallest.py --slow head           # the longer command lines
+    python benchmarks/smallest.py                        # SMALLEST of every benchmark, or SLOW if it has none
+    python benchmarks/smallest.py weights classic/ring   # of an area, and of one benchmark
+    python benchmarks/smallest.py --slow training/head   # the longer command lines
 
 A new process needs seconds to import PyTorch and Rillflow. One fork server imports both once, and each
 command line runs in a fork of it. A command line may therefore set threads, signals and the environment, and
@@ -60,12 +60,11 @@ class Round:
 
 
 def found(folder: Path = FOLDER) -> dict[str, Path]:
-    """Return the runnable modules of a folder and of its ``classic`` by name, without this one."""
-    files = [*sorted(folder.glob("*.py")), *sorted(folder.glob("classic/*.py"))]
+    """Return the runnable modules of a folder's areas by AREA/NAME; a ``__main__.py`` is not a benchmark."""
     return {
         path.relative_to(folder).with_suffix("").as_posix(): path
-        for path in files
-        if path.resolve() != Path(__file__).resolve() and '__name__ == "__main__"' in path.read_text("utf-8")
+        for path in sorted(folder.glob("*/*.py"))
+        if path.name != "__main__.py" and '__name__ == "__main__"' in path.read_text("utf-8")
     }
 
 
@@ -152,16 +151,18 @@ def _call_main(path: Path, command: list[str], folder: Path, given: Connection) 
 def main() -> int:
     """Run the rounds; return 1 if one fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks; all if left out")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="areas or benchmarks; all if left out")
     parser.add_argument("--slow", action="store_true", help="the command lines of the slow tests")
     asked, failed = parser.parse_args(), 0
     paths = found()
-    if unknown := set(asked.names) - paths.keys():
+    areas = {name.partition("/")[0] for name in paths}
+    if unknown := set(asked.names) - paths.keys() - areas:
         parser.error(f"no benchmark is named {', '.join(sorted(unknown))}; there are {', '.join(paths)}")
-    for name in asked.names or paths:
+    chosen = [name for name in paths if not asked.names or {name, name.partition("/")[0]} & set(asked.names)]
+    for name in chosen:
         small = read_round(paths[name])
         if small.missing:
-            print(f"{name:20} left out: {', '.join(small.missing)} not installed", flush=True)
+            print(f"{name:28} left out: {', '.join(small.missing)} not installed", flush=True)
             continue
         began, processor_s, told = time.monotonic(), 0.0, "ok"
         for command in small.slow if asked.slow else small.commands or small.slow:
@@ -171,7 +172,7 @@ def main() -> int:
                 except RuntimeError as error:
                     failed, told = failed + 1, f"FAILED\n{error}"
         seconds = time.monotonic() - began
-        print(f"{name:20} {seconds:6.1f} s, {processor_s:6.1f} s of processor time  {told}", flush=True)
+        print(f"{name:28} {seconds:6.1f} s, {processor_s:6.1f} s of processor time  {told}", flush=True)
     return min(failed, 1)
 
 

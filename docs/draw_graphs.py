@@ -39,15 +39,28 @@ def drawn(command: str) -> str:
 
 
 def graphs_of_recipes() -> dict[str, object]:
-    """The step of every shipped algorithm that samples, as ``rillflow plan --algorithm`` has it."""
+    """The step of every shipped algorithm that samples, as ``rillflow plan --algorithm`` has it.
+
+    ``NAME, once`` is the step with one optimiser step, ``NAME, often`` that with several, where they differ.
+    """
     found: dict[str, object] = {}
     for recipe in sorted((PAGES.parents[1] / "recipes").glob("*/run.toml")):
-        *_, step = json.loads(drawn(f"graph {recipe} --format json"))
-        if step["stages"][0]["endpoint"] == "generate" or step["name"] not in found:
-            stages = [[stage["role"], stage["endpoint"]] for stage in step["stages"]]
-            edges = [[edge["source"], edge["destination"], edge["fields"]] for edge in step["edges"]]
-            found.setdefault(step["name"], {"stages": stages, "edges": edges})
+        name, own = _last_step(f"graph {recipe} --format json")
+        if found.setdefault(name, own) == own:
+            for case, minibatches in (("once", 1), ("often", 2)):
+                _, other = _last_step(
+                    f"graph {recipe} --set algorithm.minibatches={minibatches} --format json"
+                )
+                if other != own:
+                    found.setdefault(f"{name}, {case}", other)
     return found
+
+
+def _last_step(command: str) -> tuple[str, object]:
+    *_, step = json.loads(drawn(command))
+    stages = [[stage["role"], stage["endpoint"]] for stage in step["stages"]]
+    edges = [[edge["source"], edge["destination"], edge["fields"]] for edge in step["edges"]]
+    return step["name"], {"stages": stages, "edges": edges}
 
 
 def endpoints_of_roles() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Count the lines of code of every package and plugin: ``make size`` prints them, ``make docs`` writes them.
+"""Count the lines of code of every package, part and plugin: ``make size`` prints, ``make docs`` writes them.
 
     python docs/size.py            # print the tables
     python docs/size.py --write    # put them into docs/architecture.md as well
@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rillflow"
 PAGE = Path(__file__).parent / "architecture.md"
 TABLE = re.compile(r"(?<=<!-- written by make docs -->\n\n)(\|.*\n)+")
+PARTS = ROOT / "rillflow_parts"
+PART_TABLE = re.compile(r"(?<=<!-- parts, written by make docs -->\n\n)(\|.*\n)+")
 PLUGIN_TABLE = re.compile(r"(?<=<!-- plugins, written by make docs -->\n\n)(\|.*\n)+")
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
@@ -63,6 +65,11 @@ def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
     return {name: (files[name], count) for name, count in lines.most_common()}
 
 
+def part_sizes(parts: Path = PARTS) -> dict[str, tuple[int, int]]:
+    """Return files and lines of code by part, the largest first."""
+    return {name: counts for name, counts in sizes(parts).items() if name != "top level"}
+
+
 def plugin_sizes(plugins: Path = ROOT / "plugins") -> dict[str, tuple[int, int]]:
     """Return files and lines of code by plugin, without its tests, the largest first."""
     found = {}
@@ -82,11 +89,15 @@ def table(found: dict[str, tuple[int, int]], title: str = "package") -> str:
 
 def main() -> None:
     """Print the tables; with ``--write`` put them into the page."""
-    core, plugins = table(sizes()), table(plugin_sizes(), "plugin")
-    sys.stdout.write(f"{core}\n{plugins}")
+    core, parts, plugins = sizes(), part_sizes(), plugin_sizes()
+    tables = {TABLE: table(core), PART_TABLE: table(parts, "part"), PLUGIN_TABLE: table(plugins, "plugin")}
+    everything = sum(lines for counts in (core, parts, plugins) for _, lines in counts.values())
+    sys.stdout.write("\n".join([*tables.values(), f"everything: {everything:,} lines of code\n"]))
     if "--write" in sys.argv[1:]:
-        page = TABLE.sub(core, PAGE.read_text("utf-8"))
-        PAGE.write_text(PLUGIN_TABLE.sub(plugins, page), "utf-8")
+        page = PAGE.read_text("utf-8")
+        for place, rows in tables.items():
+            page = place.sub(rows, page)
+        PAGE.write_text(page, "utf-8")
 
 
 if __name__ == "__main__":

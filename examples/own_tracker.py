@@ -6,7 +6,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rillflow.runs.trackers.tracker import TrackedRun
+from rillflow_parts.trackers.tracker import TrackedRun
 
 
 class CsvTracker:

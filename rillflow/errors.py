@@ -7,8 +7,10 @@ a process passes them to another process (they survive pickling).
 from __future__ import annotations
 
 import difflib
+import shlex
 import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class RillflowError(Exception):
@@ -149,3 +151,43 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(choices)}" if choices else "none is known"
+
+
+def install_package(*extras: str) -> str:
+    """Return the command that installs Rillflow with extras from its clone; no package index has Rillflow.
+
+    Example:
+        install_package("service") is ``pip install -e '.[service]'`` in the clone's folder.
+    """
+    return _install("", extras)
+
+
+def install_plugin(plugin: str, *extras: str) -> str:
+    """Return the command that installs a plugin of this project, with extras of its own, from the clone."""
+    return _install(f"plugins/{plugin}", extras)
+
+
+def _install(folder: str, extras: Iterable[str]) -> str:
+    """Return the command that installs a folder of the clone; the clone itself stays editable."""
+    clone = _clone(folder)
+    if clone is None or _is_working_directory(clone):
+        place = f"./{folder}" if folder else "."
+    else:
+        place = str(clone / folder)
+    named = f"{place}[{','.join(extras)}]" if extras else place
+    command = f"pip install {'' if folder else '-e '}{shlex.quote(named)}"
+    return command if clone is not None else f"in a clone of Rillflow: {command}"
+
+
+def _clone(folder: str) -> Path | None:
+    """Return the clone of this package if it has the folder; None for an installed copy."""
+    clone = Path(__file__).resolve().parents[1]
+    is_clone = (clone / "pyproject.toml").is_file() and (clone / "plugins").is_dir()
+    return clone if is_clone and (clone / folder).is_dir() else None
+
+
+def _is_working_directory(folder: Path) -> bool:
+    try:
+        return folder == Path.cwd()
+    except FileNotFoundError:  # the working directory was deleted
+        return False

@@ -49,8 +49,8 @@ every = 5
 """
 KINDS = {
     "in order": (),
-    "ahead": ("algorithm.freshness=1",),
-    "ready first": ("algorithm.freshness=2", 'algorithm.async_mode="ready_first"'),
+    "ahead": ('schedule={mode="ahead",freshness=1}',),
+    "ready first": ('schedule={mode="ahead",freshness=2}', 'schedule.mode="ready_first"'),
 }
 """Settings of each kind of case."""
 BOUNDS = {"in order": 0, "ahead": 1, "ready first": 2}

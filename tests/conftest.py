@@ -1,18 +1,31 @@
-"""The order of the files: those that take longest first.
+"""The order of the files, those that take longest first, and the examples of property tests.
 
 ``make test`` gives its workers file by file in this order (``--dist loadfile``). A long file at the end would
 keep one worker at work and the others idle. The order of the tests in a file stays.
+
+The everyday property tests use the same examples each time, ``make test-all`` draws new ones. No example has
+a deadline, because on a busy machine it would measure the machine.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import signal
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("everyday", deadline=None, derandomize=True)
+settings.register_profile("searching", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "everyday"))
 
 LONGEST_FIRST = (
     "tests/flows/test_ready_first.py",
+    "plugins/classic/tests/test_environment_spaces.py",
+    "plugins/classic/tests/test_endless_episodes.py",
+    "plugins/classic/tests/test_environment_copies.py",
+    "plugins/classic/tests/test_pictures.py",
     "tests/flows/test_dead_sampler.py",
     "tests/architecture/test_documented_commands.py",
     "tests/flows/test_dead_engine.py",
@@ -20,7 +33,7 @@ LONGEST_FIRST = (
     "tests/distributed/test_failing_ranks.py",
     "tests/distributed/test_replaced_ranks.py",
     "tests/distributed/test_placement_blind.py",
-    "tests/flows/test_replay.py",
+    "tests/parts/replay/test_replay.py",
     "tests/flows/test_ahead.py",
     "tests/flows/test_signals.py",
     "tests/flows/test_meshes.py",
@@ -40,7 +53,7 @@ LONGEST_FIRST = (
     "tests/flows/test_gathered_steps.py",
     "tests/flows/test_fused.py",
     "tests/simulation/test_seeds.py",
-    "tests/unit/app/test_peaks.py",
+    "tests/parts/memory/test_peaks.py",
     "tests/architecture/test_mutation_study.py",
     "tests/unit/rollout/test_reused_rows.py",
 )

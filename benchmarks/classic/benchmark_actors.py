@@ -25,6 +25,7 @@ class StillEnvironment:
 
     num_slots = 1
     agents = ("",)
+    absent = np.zeros(1, np.bool_)
     observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 

@@ -37,6 +37,7 @@ import numpy as np
 from rillflow.formulas.interval import half_width
 from rillflow_classic.environments.catalog import find
 from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.copies import Copies
 from rillflow_classic.environments.envpool_adapter import EnvPoolEnvironment
 from rillflow_classic.environments.make import make_environment
 from rillflow_classic.policy import Acted
@@ -110,7 +111,7 @@ def _forms(id: str, slots: int, threads: int) -> dict[str, tuple[Callable[[], An
     arguments = {"num_threads": threads}
     settings = EnvironmentSettings(id=id, provider="envpool", arguments=arguments)
     entry = find(settings)
-    ours = EnvPoolEnvironment(entry.name, settings, slots)
+    ours = EnvPoolEnvironment(entry.name, settings, Copies(slots))
     actions = _actions(ours.action_space, slots)
     found: dict[str, tuple[Callable[[], Any], int]] = {}
     if id not in IMAGES:

@@ -41,7 +41,7 @@ class BusyEnvironment:
         self.agents = ("",) * num_slots
         self.observation_space = gymnasium.spaces.Box(-1.0, 1.0, (size,), np.float32)
         self.action_space = gymnasium.spaces.Discrete(2)
-        flags = np.zeros(num_slots, np.bool_)
+        self.absent = flags = np.zeros(num_slots, np.bool_)
         self._stepped = Stepped(
             observations=np.zeros((num_slots, size), np.float32),
             rewards=np.zeros(num_slots, np.float32),

@@ -24,6 +24,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from age import is_out_of_date
 from copies import make_copy
 from coverage_map import CPU_LIMIT_S, measured
 from operators import Mutant, draw, mutants_of
@@ -33,7 +34,7 @@ from study import Study, texts_of, tried
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = ("rillflow", "plugins", "tests")
+FOLDERS = ("rillflow*", "plugins", "tests")
 """Folders of code and tests."""
 LINES = RESULTS / "mutation.jsonl"
 
@@ -66,7 +67,9 @@ def main() -> None:
     if not given.again:
         argued = given.lines.with_name(f"{given.lines.stem}_equivalent.toml")
         equivalent = tomllib.loads(argued.read_text() if argued.exists() else "")
-        given.lines.with_suffix(".md").write_text(page(lines_of(given.lines), equivalent))
+        lines = lines_of(given.lines)
+        is_old = bool(lines) and is_out_of_date(lines[0]["commit"], given.source)
+        given.lines.with_suffix(".md").write_text(page(lines, equivalent, is_old=is_old))
 
 
 def run(given: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from studied import packages
 
 TOOLS = Path(__file__).parent
 COPIED = (
-    *("rillflow", "plugins", "tests", "benchmarks", "recipes", "examples", "docs", "clusters"),
+    *("plugins", "tests", "benchmarks", "recipes", "examples", "docs", "clusters"),
     *("README.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "constraints.txt", "Makefile"),
 )
 
@@ -26,7 +26,7 @@ def make_copy(source: Path, copy: Path) -> Path:
     """Copy the repository's files into ``copy`` with an environment, and delete what was there."""
     copy_files(source, copy)
     make_environment(copy)
-    folders = ("rillflow", "plugins", "tests")
+    folders = [*map(str, packages(copy)), "plugins", "tests"]
     subprocess.run([interpreter(copy), "-m", "compileall", "-q", *folders], cwd=copy, check=True)
     return copy
 
@@ -35,7 +35,8 @@ def copy_files(source: Path, copy: Path) -> None:
     """Copy the repository's files into ``copy``, and delete what was there."""
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)
-    for name in COPIED:
+    own = [package.name for package in packages(source) if package.parent == source]
+    for name in (*own, *COPIED):
         if (source / name).is_dir():
             shutil.copytree(source / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
@@ -52,7 +53,7 @@ def make_environment(copy: Path) -> None:
     venv.create(copy / ".venv", with_pip=False, symlinks=True)
     site_packages = next((copy / ".venv" / "lib").glob("python*/site-packages"))
     installed = [folder for folder in site.getsitepackages() if Path(folder).is_dir()]
-    code = [str(package.parent) for package in packages(copy)]
+    code = dict.fromkeys(str(package.parent) for package in packages(copy))
     watch = 'import os; "WATCH_LINES" in os.environ and __import__("child_lines")'
     (site_packages / "copy.pth").write_text("\n".join([*code, str(TOOLS), *installed, watch]) + "\n")
     script = Path(sys.executable).parent / "rillflow"

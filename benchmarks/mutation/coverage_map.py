@@ -32,6 +32,7 @@ from studied import is_studied, own_tests
 
 CPU_LIMIT_S = {
     "tests/unit": 2.5,
+    "tests/parts": 2.5,
     "plugins": 2.5,
     "tests/simulation": 15.0,
     "tests/flows": 15.0,
@@ -42,6 +43,7 @@ SLOW = 2.0
 """Assumed CPU time of a slow witness, in limits."""
 CONTRACTS = (
     "tests/unit/config/test_public_settings.py",
+    "tests/parts/endpoint/test_public_settings.py",
     "plugins/service/tests/test_public_settings.py",
 )
 """Tests of declarations, which run when a module is imported."""

@@ -14,14 +14,23 @@ HEAD = """# Mutation study
 """
 
 
+OUT_OF_DATE = "**Out of date**: a third of the code, or more, has changed since this commit.\n"
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a study, with the last one of each mutant."""
     found = map(json.loads, path.read_text().splitlines() if path.exists() else ())
     return list({line["name"]: line for line in found}.values())
 
 
-def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
-    """Return the page: share of detected mutants, packages, operators, survivors, equivalent mutants."""
+def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str], *, is_old: bool) -> str:
+    """Return the page: share of detected mutants, packages, operators, survivors, equivalent mutants.
+
+    Args:
+        lines: lines of the study.
+        equivalent: reasons of mutants that change nothing, by name.
+        is_old: whether the study is out of date (``age.is_out_of_date``); the page then says so.
+    """
     if not lines:
         return HEAD + "\nNo mutant was tried yet.\n"
     lines, ahead = in_turn(lines)
@@ -34,6 +43,7 @@ def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
     tests = lines[0].get("tests", [])  # and a study of all tests without these
     out = [
         HEAD,
+        *([OUT_OF_DATE] if is_old else ()),
         f"Commit {commit}, `python benchmarks/mutation --mutants {len(lines)} --seed {seed}"
         + "".join(f" {each}" for each in ["--within", *paths] if paths)
         + "".join(f" {each}" for each in ["--tests", *tests] if tests)

@@ -1,6 +1,7 @@
-"""The code of a study and its tests: the package and each plugin, with the tests that mirror them.
+"""The code of a study and its tests: the package, its parts and each plugin, with the tests that mirror them.
 
 rillflow/PACKAGE/...                   tests/unit/PACKAGE/
+rillflow_parts/PART/...                tests/parts/PART/
 plugins/NAME/rillflow_NAME/...         plugins/NAME/tests/
 """
 
@@ -10,8 +11,9 @@ from pathlib import Path
 
 
 def packages(root: Path) -> list[Path]:
-    """Return the folders of code below a repository's root: the package, then those of the plugins."""
-    return [root / "rillflow", *sorted(file.parent for file in root.glob("plugins/*/rillflow_*/__init__.py"))]
+    """Return the folders of code below a repository's root: the package, its parts, then the plugins."""
+    patterns = ("rillflow*/__init__.py", "plugins/*/rillflow_*/__init__.py")
+    return [file.parent for pattern in patterns for file in sorted(root.glob(pattern))]
 
 
 def files(root: Path) -> list[Path]:
@@ -21,11 +23,17 @@ def files(root: Path) -> list[Path]:
 
 def is_studied(path: str) -> bool:
     """Return whether a path from the root belongs to a code file, not to a test."""
-    parts = path.split("/")
-    return parts[0] == "rillflow" or (parts[0] == "plugins" and parts[2].startswith("rillflow_"))
+    match path.split("/"):
+        case ["rillflow" | "rillflow_parts", *_]:
+            return True
+        case ["plugins", _, package, *_]:
+            return package.startswith("rillflow_")
+    return False
 
 
 def own_tests(path: str) -> str:
     """Return the folder of tests that mirrors a file's package."""
     top, package = path.split("/")[:2]
-    return f"tests/unit/{package}/" if top == "rillflow" else f"plugins/{package}/tests/"
+    if top == "plugins":
+        return f"plugins/{package}/tests/"
+    return f"tests/{'unit' if top == 'rillflow' else 'parts'}/{package}/"

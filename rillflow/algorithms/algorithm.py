@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rillflow.graph.handle import Handle
-from rillflow.rollout.config import answering
 from rillflow.tasks.kinds import PROMPTS, DataKind
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """An algorithm as the rest of the system sees it.
+    """An algorithm: its step, its settings and what it needs.
 
     Example:
         Algorithm(config=GRPOConfig, step=step)
@@ -40,29 +39,13 @@ class Algorithm:
     """Roles that it adds, by name: classes with endpoints (see ``roles.setting.RoleSetting``), or
     ``"critic"`` or ``"reference"`` for one more of a shipped kind.
     """
-    _heard: dict[str, Listener] = field(default_factory=dict, repr=False, compare=False)
-
-    def called(self, config: AlgorithmConfig) -> tuple[str, ...]:
-        """Return the roles that a step calls under these settings, in order; the trained one is first."""
-        return tuple(self.listened(config).heard)
-
-    def answers(self, config: AlgorithmConfig) -> Mapping[str, Any] | None:
-        """Return a step's ``samples`` and ``sampling``; None if it does not sample its data in one call."""
-        calls = self.listened(config).calls.get("policy.generate", [])
-        if len(calls) != 1 or calls[0][0][:1] != ["data"]:
-            return None
-        (_, *args), options = calls[0]
-        return answering(args, options)
 
     def listened(self, config: AlgorithmConfig) -> Listener:
         """Return the calls of a step under these settings, with their options."""
-        key = config.model_dump_json()
-        if key not in self._heard:
-            from rillflow.controller.flow import Flow
-            from rillflow.graph.trace import Listener
+        from rillflow.controller.flow import Flow
+        from rillflow.graph.trace import Listener
 
-            self._heard[key] = listener = Listener()
-            data = [Handle("data")]
-            data += [Handle("data beside")] if self.beside(config) is not None else []
-            self.step(Flow(listener), data[0], config, *data[1:])
-        return self._heard[key]
+        listener, data = Listener(), [Handle("data")]
+        data += [Handle("data beside")] if self.beside(config) is not None else []
+        self.step(Flow(listener), data[0], config, *data[1:])
+        return listener

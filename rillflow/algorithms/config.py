@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -93,13 +92,6 @@ class SampledConfig(AlgorithmConfig, UpdateConfig):
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
-    def begun(self) -> tuple[int, int]:
-        """Most prompts that a step starts, and rows of each."""
-        prompts = self.oversample_prompts * self.prompts_per_step
-        samples = self.oversample_samples * self.samples_per_prompt
-        return ceil(prompts - 1e-9), ceil(samples - 1e-9)
-
-    @property
     def draws_again(self) -> bool:
         """Whether a step may sample further prompts."""
         return False
@@ -130,21 +122,8 @@ class OnlineConfig(AnchoredConfig):
     loss: PolicyLossConfig = PolicyLossConfig()
 
 
-def is_ready_first(config: AlgorithmConfig) -> bool:
-    """Return whether a step trains the groups that are complete first."""
-    return isinstance(config, SampledConfig) and config.async_mode == "ready_first"
-
-
-def cuts_tail(config: AlgorithmConfig) -> bool:
-    """Return whether a step starts more rows than it trains, and leaves the longest for later."""
-    return isinstance(config, SampledConfig) and config.begun > (
-        config.prompts_per_step,
-        config.samples_per_prompt,
-    )
-
-
 class GroupConfig(OnlineConfig):
-    """Settings of algorithms that compare the answers to one prompt with each other."""
+    """Settings of algorithms that compare the answers to one prompt."""
 
     samples_per_prompt: int = Field(
         8,

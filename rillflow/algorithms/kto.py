@@ -29,7 +29,7 @@ class KTOConfig(AlgorithmConfig):
 
 
 def step(flow: Flow, answers: Batch, config: KTOConfig) -> Handle:
-    """Run one iteration: raise good answers above the policy's overall drift, push bad ones below it."""
+    """Run one iteration: raise good answers above the policy's overall drift, push bad answers below."""
     known = flow.reference.totals(answers)
     report = flow.policy.update(answers, known, loss=config.loss, passes=config)
     flow.publish(flow.policy)

@@ -52,7 +52,7 @@ class OnlineDPOConfig(AnchoredConfig):
 
 
 def step(flow: Flow, prompts: Batch, config: OnlineDPOConfig) -> Handle:
-    """Run one iteration: sample groups, score them, learn from their pairs and from earlier ones."""
+    """Run one iteration: sample and score groups, learn from their pairs and from earlier pairs."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     scores = missing_end_penalised(flow, flow.reward.score(rollouts), rollouts, config)
     if config.truncated == "mask":
@@ -73,7 +73,7 @@ def step(flow: Flow, prompts: Batch, config: OnlineDPOConfig) -> Handle:
 
 
 def trained_pairs(flow: Flow, pairs: Handle, config: OnlineDPOConfig) -> Handle:
-    """Return the pairs that an iteration learns from, with the reference's totals if the loss reads them.
+    """Return the pairs that an iteration learns from; a loss with a reference gets its totals.
 
     The totals of a fixed reference are computed once, when the pairs are collected.
     """

@@ -86,7 +86,7 @@ class PPOConfig(CriticTrainedConfig):
 def step(
     flow: Flow, prompts: Batch, config: PPOConfig, demonstrations: Batch | None = None
 ) -> tuple[Handle, Handle]:
-    """Run one iteration: sample, score, compare with the critic's prediction, train both."""
+    """Run one iteration: sample, score, compare with the critic's prediction, train policy and critic."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     batches = with_logprobs(flow, rollouts, config)

@@ -43,7 +43,7 @@ class ReMaxConfig(OnlineConfig):
 
 
 def step(flow: Flow, prompts: Batch, config: ReMaxConfig) -> Handle:
-    """Run one iteration: sample, score, prefer answers that beat the greedy one."""
+    """Run one iteration: sample, score, prefer answers that beat the greedy answer."""
     likeliest = flow.policy.greedy(prompts)
     greedy = missing_end_penalised(flow, flow.reward.score(likeliest), likeliest, config)
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)

@@ -54,7 +54,7 @@ def shaped(flow: Flow, rewards: Handle, rollouts: Handle, config: SampledConfig)
 
 
 def _rescaled(flow: Flow, rewards: Handle) -> Handle:
-    """Normalise rewards by the mean and deviation of all rewards so far, and remember both."""
+    """Normalise rewards by the running mean and deviation, and update both statistics."""
     count, mean, squares = (flow.recall(f"reward_{name}", 0.0) for name in ("count", "mean", "squares"))
     found = {
         "count": flow.number(formulas.next_reward_count, rewards, count=count),

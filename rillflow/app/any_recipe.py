@@ -11,22 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from rillflow.config.load import Override, apply_overrides
 from rillflow.config.problems import shown
 from rillflow.config.schema import Data, Section
-from rillflow.runs.trackers.config import TrackersConfig
 
 RECIPE_FILE = "run.toml"
 """Usual file name of a recipe; its run is then named after the folder."""
 DEFAULT = "default"
 """Origin shown for a setting that is not given."""
+AUTO = "auto"
+"""Value of a setting that leaves the choice to Rillflow; the origin ``auto: REASON`` shows the choice."""
 S = TypeVar("S", bound=Section)
 
 
 class DirectoryConfig(Section):
-    """Directory, seed, restarts and trackers of a run; a kind of recipe adds its own settings."""
+    """Directory, seed and restarts of a run; a kind of recipe and plugins add their own settings."""
 
     dir: str | None = Field(
         None,
@@ -45,12 +46,6 @@ class DirectoryConfig(Section):
         description="Restarts of all ranks from the newest checkpoint after a rank died, in a row without a "
         "new checkpoint; 0 ends the run.",
     )
-    trackers: TrackersConfig = TrackersConfig()
-
-    @field_validator("trackers", mode="before")
-    @classmethod
-    def _none_is_no_tracker(cls, value: object) -> object:
-        return TrackersConfig() if value is None else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +90,7 @@ class AnyRecipe:
             for name in dotted.split("."):
                 value = value[name]
             is_unread = any(dotted == prefix or dotted.startswith(f"{prefix}.") for prefix in unread)
-            if is_unread and (origin == DEFAULT or origin.startswith("auto: ")):
+            if is_unread and (origin == DEFAULT or origin.startswith(f"{AUTO}: ")):
                 continue
             if origin == DEFAULT and not every:
                 left_out += 1
@@ -117,8 +112,17 @@ def with_directory(recipe: S, path: Path) -> S:
 
 def origins(path: Path, data: Data, overrides: Sequence[Override]) -> dict[str, str]:
     """Return the origin of each given setting, by dotted key: the file's name or ``--set``."""
-    over = leaves(apply_overrides({}, overrides))
-    return dict.fromkeys(leaves(data), path.name) | dict.fromkeys(over, "--set")
+    over = {*keys_of(apply_overrides({}, overrides))}
+    return {key: "--set" if key in over else path.name for key in keys_of(apply_overrides(data, overrides))}
+
+
+def keys_of(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all values in nested tables, and those of empty tables."""
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from keys_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def run_name(path: Path) -> str:

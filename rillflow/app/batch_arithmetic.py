@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rillflow.algorithms.config import SampledConfig
 
 if TYPE_CHECKING:
-    from rillflow.app.recipe import Recipe
+    from rillflow.app.sections import Recipe
 
 
 def step_rows(recipe: Recipe) -> str:
@@ -33,7 +33,7 @@ def batch_lines(recipe: Recipe) -> list[str]:
         f"on {_many(config.steps * config.rows_per_step, recipe.chosen.data.unit)}"
     )
     if isinstance(config, SampledConfig):
-        begun, longest = config.begun, recipe.rollout.max_tokens
+        begun, longest = recipe.schedule.begun(config), recipe.rollout.max_tokens
         if begun > (config.prompts_per_step, config.samples_per_prompt):
             lines.append(
                 f"started: {begun[0]:,} prompts x {begun[1]:,} samples a step; later steps train the longest"

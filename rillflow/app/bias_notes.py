@@ -3,20 +3,21 @@
     recipe ─┬─ cuts, penalties, another temperature ─ rows are not samples of the policy that is trained
             ├─ rows that end first, groups dropped ── short answers are favoured
             ├─ keys and values of old weights ─────── log probabilities of no weights
-            └─ a mean of each row alone ───────────── long wrong answers are cheap
+            ├─ a mean of each row alone ───────────── long wrong answers are cheap
+            └─ rows of older weights ──────────────── clipped, or weighed by a bounded correction
     rewards ── compare rows, and are called with a part of them
 
-Every page that admits a bias has its warning here, or in ``corrections`` where it belongs to stale rows. Each
-note gives the value, the reason and what to do.
+Every page that admits a bias has its warning here. Each note gives the value, the reason and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rillflow.algorithms.config import OnlineConfig, SampledConfig, is_ready_first
+from rillflow.algorithms.config import OnlineConfig, SampledConfig
+from rillflow.app.defaults import CORRECTION
 from rillflow.errors import RewardError
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.rewards.function import FunctionPath
@@ -27,31 +28,69 @@ from rillflow.rollout.config import SamplingConfig, answering
 if TYPE_CHECKING:
     from rillflow.app.check_report import Report
     from rillflow.app.facts import RecipeFacts
-    from rillflow.app.recipe import Recipe
+    from rillflow.app.resolved import Resolved
+    from rillflow.app.sections import Recipe
+    from rillflow.formulas.config import Correction
 
 _RESTRICTS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """Settings that change the distribution of sampled tokens, but not the recorded log probabilities."""
+_BIASES: Mapping[Correction, str] = {
+    "tis": "A bound limits the weight of a token",
+    "sequence_tis": "A bound limits the weight of a row",
+    "icepop": "Tokens beyond the bounds have no gradient",
+    "m2po": "Tokens beyond the limit have no gradient",
+    "topr": "Rows with advantages of at least 0 have weight 1, and a bound limits the others",
+}
+"""Difference of each correction from the importance weight."""
 _BUILT_IN = Path(__file__).parents[1] / "rewards" / "built_in"
 
 
-def bias_notes(recipe: Recipe) -> list[str]:
+def bias_notes(resolved: Resolved) -> list[str]:
     """Return a warning for each setting of the recipe that biases training."""
-    notes = [f"warning: {note}" for notes_of in (_sampling, _rows, _loss) for note in notes_of(recipe)]
-    return [*dict.fromkeys(notes)]
+    notes = [*_sampling(resolved), *_rows(resolved.recipe), *_loss(resolved.recipe)]
+    return [f"warning: {note}" for note in dict.fromkeys(notes)]
+
+
+def correction_notes(resolved: Resolved) -> list[str]:
+    """Return a note on the importance weight of off-policy tokens and its alternatives."""
+    config = resolved.recipe.algorithm
+    if not isinstance(config, OnlineConfig) or not config.freshness:
+        return []
+    bound = config.freshness
+    old = f"schedule.freshness is {bound}: tokens may be {bound} version{'s' if bound > 1 else ''} old"
+    if config.reads_sampler:
+        return [
+            f'{old}. algorithm.old_logprobs is "sampler": the clip bounds the ratio to the sampler, and no '
+            "importance weight corrects the loss. Tokens beyond the clip have no gradient, so the update is "
+            f'biased and shorter, and steadier; algorithm.old_logprobs = "trainer" selects {CORRECTION}'
+        ]
+    name = config.loss.correction
+    if name == "none":
+        return [
+            f'warning: {old}, and algorithm.loss.correction is "none": nothing corrects the loss. The ratio '
+            "is taken against the trainer, so in a step's first minibatch it is 1 and the clip never binds. "
+            "Remove algorithm.loss.correction and algorithm.old_logprobs to use the default"
+        ]
+    low, high = config.loss.bounds
+    return [
+        f'{old}. algorithm.loss.correction = "{name}" with bounds [{low:g}, {high:g}] weighs the loss by '
+        f"trainer / sampler. {_BIASES[name]}, which biases the gradient (mismatch/bounded/share); "
+        '"none" turns the weights off'
+    ]
 
 
 def look_at_comparisons(facts: RecipeFacts, report: Report) -> None:
     """Warn of rewards and costs that compare rows, and are called with a part of them; reads their source."""
-    if facts.recipe.has_policy:
+    if facts.resolved.has_policy:
         for role, functions in (("reward", facts.functions), ("cost", facts.costs)):
             for function in functions:
                 report.notes += _comparison(function, facts.recipe, role)
 
 
-def _sampling(recipe: Recipe) -> Iterator[str]:
+def _sampling(resolved: Resolved) -> Iterator[str]:
     """Yield notes on training rows that are not samples of the trained policy."""
-    usual, rollout = vars(SamplingConfig()), recipe.rollout
-    for args, options in recipe.chosen.listened(recipe.algorithm).calls.get("policy.generate", []):
+    recipe, usual, rollout = resolved.recipe, vars(SamplingConfig()), resolved.recipe.rollout
+    for args, options in resolved.main.heard.calls.get("policy.generate", []):
         own = answering(args[1:], options).get("sampling")
         used, owner = (rollout, "rollout.") if own is None else (own, "sampling of policy.generate: ")
         given = {name: vars(used)[name] for name in _RESTRICTS}
@@ -77,28 +116,9 @@ def _harm(recipe: Recipe) -> str:
 
 
 def _rows(recipe: Recipe) -> Iterator[str]:
-    """Yield notes on the choice of training rows, and on their log probabilities."""
-    config = recipe.algorithm
-    if not isinstance(config, SampledConfig):
-        return
-    if config.begun[1] > config.samples_per_prompt:
-        yield (
-            f"algorithm.oversample_samples is {config.oversample_samples:g}: a step trains the "
-            f"{config.samples_per_prompt} of {config.begun[1]} rows of a prompt that end first, so short "
-            "answers are favoured and the longest are never trained. algorithm.oversample_prompts trains "
-            "every prompt"
-        )
-    if is_ready_first(config) and config.freshness and config.on_stale == "drop":
-        yield (
-            'algorithm.on_stale is "drop": a group that became too old is sampled again, which happens most '
-            'often to long rows and slow rewards, so short answers are favoured. "wait" trains every group'
-        )
-    if recipe.rollout.keep_cache:
-        yield (
-            "rollout.keep_cache is true: a row that continues with new weights keeps the keys and values of "
-            "the old ones, so its log probabilities are those of no weights, and no correction covers the "
-            "error. Remove it; the keys and values are then computed again"
-        )
+    """Yield the schedule's notes on the choice of training rows, and on their log probabilities."""
+    if isinstance(recipe.algorithm, SampledConfig):
+        yield from recipe.schedule.notes(recipe.algorithm)
 
 
 def _loss(recipe: Recipe) -> Iterator[str]:
@@ -140,17 +160,17 @@ def _division(function: FunctionPath, recipe: Recipe, role: str) -> str:
             "the sandbox calls it with one row at a time, so a row meets only itself. If it runs no text of "
             "an answer, reward.sandbox = false gives it all rows"
         )
-    if reward.workers > 1 and not is_ready_first(recipe.algorithm):
+    if reward.workers > 1 and not recipe.schedule.is_by_group:
         return (
             f"reward.workers is {reward.workers}: each child gets a share of the rows, which may divide the "
             "answers to a prompt. reward.workers = 1 calls it with all rows"
         )
     ranks = placement.pools.get(placement.pool_of(role), 1)
-    chunks = recipe.rollout.stream_chunks
+    chunks = recipe.schedule.chunks
     reasons = {
-        "ready first calls it with the answers to one prompt": is_ready_first(recipe.algorithm),
+        "ready first calls it with the answers to one prompt": recipe.schedule.is_by_group,
         f"{ranks} ranks score, each the answers to some of a step's prompts": ranks > 1,
-        f"rollout.stream_chunks is {chunks}, so a call has the prompts of one chunk": chunks > 1,
+        f"schedule.stream_chunks is {chunks}, so a call has the prompts of one chunk": chunks > 1,
     }
     there = [f"{why}: it must compare only these" for why, holds in reasons.items() if holds]
     return there[0] if there else ""

@@ -11,46 +11,37 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from fractions import Fraction
+from dataclasses import fields, replace
 from functools import partial
-from math import ceil
 from typing import Any
 
-from rillflow.algorithms.config import SampledConfig, cuts_tail, is_ready_first
 from rillflow.app.encoding import encode_task
 from rillflow.app.evaluate import judged
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.node_checks import check_nodes
-from rillflow.app.phases import PhasePlan, phase_plans
+from rillflow.app.phases import PhasePlan
+from rillflow.app.plugins import service
 from rillflow.app.resume import keeps_decisions
-from rillflow.app.reward_checks import compares
-from rillflow.app.role_table import EVAL_REWARD, roles_of
+from rillflow.app.reward_needs import compares
+from rillflow.app.role_table import EVAL_REWARD
 from rillflow.app.roles import RoleGroups, pools_of
 from rillflow.config.problems import together
-from rillflow.controller.admission import CapacityBound, StalenessBound
-from rillflow.controller.async_rollout import LEFT, AsyncRollout
 from rillflow.controller.cadence import Cadence
 from rillflow.controller.checkpoint import Checkpoint
-from rillflow.controller.decisions import Decisions, RecordedDecisions, decisions_of, left_at
+from rillflow.controller.decisions import RecordedDecisions
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import Flow
 from rillflow.controller.fused_calls import FusedCalls
-from rillflow.controller.gathering import CALLS, Gathering, GatherRule
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Loop
 from rillflow.controller.open_step import Phase
-from rillflow.controller.saved_flight import FLIGHT, KeptFlight, kept_flight
+from rillflow.controller.schedules.phase_parts import DecisionHistory, PhaseParts
 from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor
-from rillflow.controller.streamed_stages import SharedRanks, before_updates, streamed_stages
-from rillflow.controller.tail_batching import ASIDE, TailBatching
 from rillflow.models.language_model import choose_device
-from rillflow.records.batch import Batch, load_batch
+from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean
 from rillflow.records.row import HELD_OUT_EPOCH
-from rillflow.rollout.config import SamplingConfig, gather_replicas
+from rillflow.rollout.config import SamplingConfig
 from rillflow.runs import layout
 from rillflow.runs.progress import Progress
 from rillflow.runs.reader import Evaluation
@@ -62,6 +53,8 @@ from rillflow.workers.config import SAMPLER
 from rillflow.workers.fork_server import ForkServer
 from rillflow.workers.start import start_backend
 
+POSITION = frozenset(each.name for each in fields(StreamPosition))
+"""Keys of a position in the data that are the stream's own; a source adds others."""
 BESIDE_SEED = 2**32
 """Shift of the seed for a step's second batch, so that its order differs; larger than every run's seed."""
 
@@ -90,9 +83,9 @@ class Build:
         self._repeat = repeat
         self._say: Callable[[str], None] = lambda _: None
         recipe, self._task, self._run, self._checkpoint = facts.recipe, facts.task, run, checkpoint
-        self._recipe = recipe
+        self._recipe, self._resolved = recipe, facts.resolved
         placement, device = recipe.placement, recipe.run.device
-        pools = pools_of(recipe)
+        pools = pools_of(facts.resolved)
         backend = start_backend(
             placement,
             pools,
@@ -105,12 +98,13 @@ class Build:
         """Device that each pool's ranks compute on, by pool name."""
         self.nodes = backend.nodes
         """Node of every rank; empty if all ranks are on this machine."""
-        self.notes = check_nodes(facts, run.path, backend)
+        compare = service("nodes", "a run on several machines") if backend.nodes else None
+        self.notes: list[str] = [] if compare is None else compare(facts, run.path, backend)
         """Differences between the nodes of the ranks and this machine."""
         self._roles = RoleGroups(facts, run.path, checkpoint, backend)
         model_input, encoded = self._roles.model_input, facts.encoded
         if encoded is None or not encoded.model_input.reads_as(model_input):
-            encoded = encode_task(recipe, self._task, model_input)
+            encoded = encode_task(facts.resolved, self._task, model_input)
         if encoded.problems:
             raise together(encoded.problems, f"the task {self._task.name}")
         self.encoded = encoded
@@ -122,7 +116,7 @@ class Build:
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
         """Run the remaining steps of every phase."""
-        recipe, plans = self._recipe, phase_plans(self._recipe)
+        recipe, plans = self._recipe, self._resolved.phases
         self._say = progress.note
         cadence = Cadence(
             evaluate_every=recipe.evaluate.every,
@@ -154,7 +148,7 @@ class Build:
 
     def evaluate(self) -> Sequence[Evaluation]:
         """Evaluate the last phase's model on held-out rows before any step; empty if nothing can score."""
-        plans = phase_plans(self._recipe)
+        plans = self._resolved.phases
         phase, evaluate = self._phase(plans[-1], len(plans) - 1, None), self._evaluator(plans[-1])
         return () if evaluate is None else evaluate(phase.executor)
 
@@ -183,31 +177,37 @@ class Build:
             source=source,
             beside=self._beside(plan, resumed),
             evaluated=plan.evaluated,
-            freshness=plan.freshness,
+            freshness=plan.schedule.lag,
         )
 
     def _source(self, plan: PhasePlan, place: Mapping[str, Any], kept: Checkpoint | None) -> Source:
         """Return the source of a phase's prompts and rows, from a position in the data on."""
-        position = dict(place)
-        aside, left, flight = (position.pop(name, None) for name in (ASIDE, LEFT, FLIGHT))
-        stream = self._stream(plan.algorithm.data, position)
-        if is_ready_first(plan.config):
-            return self._ready(plan, stream, left or [], flight, kept)
-        if cuts_tail(plan.config):
-            return self._cut(plan, stream, aside or [], kept)
-        if self._recipe.rollout.gather_rows and isinstance(plan.config, SampledConfig):
-            return self._gathering(plan, stream, kept)
-        return Source(
-            self._roles.executor,
-            stream,
-            sync=self._roles.delivery if plan.evaluated else None,
-            chunks=self._recipe.rollout.stream_chunks,
-            kept=kept.sampled if kept is not None else lambda _: (),
+        own = {name: value for name, value in place.items() if name not in POSITION}
+        stream = self._stream(plan.algorithm.data, {name: place[name] for name in place if name in POSITION})
+        roles = self._roles
+        parts = PhaseParts(
+            phase=plan.config,
+            rollout=self._recipe.rollout,
+            calls=plan.heard.calls,
+            executor=roles.executor,
+            stream=stream,
+            position=own,
+            sync=roles.delivery if plan.evaluated else None,
+            kept=kept,
+            history=self._history(),
+            changing=(*roles.trained(plan), *roles.moving(plan)),
+            restarts=self._recipe.run.restarts,
+            restart=lambda pool: roles.restart if roles.may_restart(pool) else None,
+            copies=self._copies,
+            sampling=partial(self._sampling, plan, kept),
+            rows=partial(self._rows, plan),
+            say=self._say,
         )
+        return plan.schedule.source(parts)
 
     def _sampling(self, plan: PhasePlan, kept: Checkpoint | None) -> GroupSampling:
         """Return the sampling settings of a phase whose groups are sampled before its steps request them."""
-        asked, done = plan.algorithm.answers(plan.config), kept.state["done"] if kept is not None else 0
+        asked, done = plan.answers, kept.state["done"] if kept is not None else 0
         assert asked is not None  # was checked
         return GroupSampling(
             groups=(plan.config.steps - done) * plan.config.prompts_per_step,
@@ -221,138 +221,15 @@ class Build:
             say=self._say,
         )
 
-    def _flight(
-        self, plan: PhasePlan, kept: Checkpoint | None, state: Mapping[str, Any] | None
-    ) -> tuple[Decisions, KeptFlight | None]:
-        """Return the decisions that a phase repeats, and the groups in flight of its checkpoint."""
-        position = state["position"] if state is not None else 0
-        if self._repeat is not None:
-            decisions = Decisions(None, self._repeat.after(position), position)
-            if kept is None or state is None:
-                return decisions, None
-            at = left_at(self._repeat.after(0), position)
-            return decisions, KeptFlight.of(kept, state, decisions, at)
-        if kept is not None and state is None:  # an older version wrote the checkpoint
-            self._run.cut_decisions(0)
-        events = decisions_of(self._run.path)
+    def _history(self) -> DecisionHistory:
+        """Return the decisions of the run, or of the run that it repeats."""
         changed = sorted({each.key for each in self._run.changes if not keeps_decisions(each.key)})
         blocked = f"changed: {', '.join(changed)}" if changed else ""
-        if kept is None or state is None:
-            decisions = Decisions(self._run, events)
-            if blocked:
-                decisions.leave(blocked)
-            return decisions, None
-        flight = kept_flight(
-            kept,
-            state,
-            log=self._run,
-            events=events,
-            replicas=len(self._roles.executor.groups[SAMPLER].mesh.groups("tp")),
-            needs_rows=plan.freshness > 0,
-            blocked=blocked,
-        )
-        return flight.decisions, flight
-
-    def _ready(
-        self,
-        plan: PhasePlan,
-        stream: DataStream,
-        left: Sequence[Sequence[int]],
-        flight: Mapping[str, Any] | None,
-        kept: Checkpoint | None,
-    ) -> AsyncRollout:
-        """Return the source of steps that train on the groups that complete first."""
-        config, delivery = plan.config, self._roles.delivery
-        decisions, in_flight = self._flight(plan, kept, flight)
-        assert isinstance(config, SampledConfig) and delivery is not None  # was checked
-        rule: type[StalenessBound[GroupInFlight]] = (
-            CapacityBound if config.on_stale == "drop" else StalenessBound
-        )
-        return AsyncRollout(
-            self._roles.executor,
-            stream,
-            delivery,
-            rule=rule(
-                freshness=config.freshness,
-                prompts=config.prompts_per_step,
-                published=Fraction(1, config.syncs_per_step),
-            ),
-            how=self._sampling(plan, kept),
-            step_groups=config.prompts_per_step,
-            parts=config.syncs_per_step,
-            chunks=self._recipe.rollout.stream_chunks,
-            most_rows=self._recipe.rollout.max_rows,
-            streamed=streamed_stages(
-                plan.algorithm.listened(config).calls,
-                self._roles.executor,
-                changing=(*self._roles.trained(plan), *self._roles.moving(plan)),
-                most=(config.freshness + 1) * config.prompts_per_step,
-                step_rows=config.rows_per_step,
-                restarts=self._recipe.run.restarts,
-                restart=lambda pool: self._roles.restart if self._roles.may_restart(pool) else None,
-            ),
-            decisions=decisions,
-            again=load_batch(kept.prompts) if kept and kept.prompts.is_file() else self._rows(plan, left),
-            kept=in_flight,
-        )
-
-    def _cut(
-        self, plan: PhasePlan, stream: DataStream, aside: Sequence[Sequence[int]], kept: Checkpoint | None
-    ) -> TailBatching:
-        """Return the source of steps that postpone the longest rows."""
-        config, how = plan.config, self._sampling(plan, kept)
-        assert isinstance(config, SampledConfig)  # was checked
-        return TailBatching(
-            self._roles.executor,
-            stream,
-            how=how,
-            prompts=config.oversample_prompts,
-            begun_samples=ceil(how.samples * config.oversample_samples - 1e-9),
-            aside=self._rows(plan, aside),
-            sync=self._roles.delivery,
-            chunks=self._recipe.rollout.stream_chunks,
-        )
-
-    def _gathering(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> Gathering:
-        """Return the source of steps whose last rows gather on few replicas."""
-        recipe, config, executor = self._recipe, plan.config, self._roles.executor
-        assert isinstance(config, SampledConfig)  # was checked
-        shared = SharedRanks(pool=executor.groups[SAMPLER].places[0].pool, copies=self._copies(), busy=set())
-        calls = before_updates(plan.algorithm.listened(config).calls, executor)
-        streamed = streamed_stages(
-            calls,
-            executor,
-            changing=(),
-            most=-(-config.prompts_per_step // CALLS),
-            step_rows=config.rows_per_step,
-            restarts=recipe.run.restarts,
-            restart=lambda pool: self._roles.restart if self._roles.may_restart(pool) else None,
-            shared=shared,
-        )
-        if not any(place.pool == shared.pool for each in streamed for place in each.recovery.places):
-            self._say(
-                f"warning: rollout.gather_rows is {recipe.rollout.gather_rows}, and no stage can score on "
-                "the sampler's ranks before the step's last row ends: gathering only delays rows"
-            )
-        return Gathering(
-            executor,
-            stream,
-            how=self._sampling(plan, kept),
-            rule=GatherRule(
-                rows=recipe.rollout.gather_rows,
-                replicas=gather_replicas(recipe.rollout),
-                with_caches=recipe.rollout.gather_by == "cache",
-            ),
-            step_groups=config.prompts_per_step,
-            most_rows=recipe.rollout.max_rows,
-            streamed=streamed,
-            shared=shared,
-            sync=self._roles.delivery if plan.evaluated else None,
-        )
+        return DecisionHistory(path=self._run.path, log=self._run, repeat=self._repeat, blocked=blocked)
 
     def _copies(self) -> dict[str, int]:
         """Return the ranks of one copy of each role's model, by role, without roles that need all ranks."""
-        recipe, specs = self._recipe, roles_of(self._recipe)
+        recipe, specs = self._recipe, self._resolved.roles
         sizes = {role: recipe.placement.mesh_of(role) for role in self._roles.executor.groups}
         # The weights of a sharded policy are the sampler's or the trainer's on all ranks at once.
         switched = {"policy", *(("reference",) if recipe.policy.model.adapter is not None else ())}

@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from rillflow.app.check_report import Report
 from rillflow.app.environment_check import TRIED
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.recipe import Recipe
+from rillflow.app.sections import Recipe
 from rillflow.config.problems import shown
 from rillflow.errors import RewardError, nearest
+from rillflow.isolation.sandbox import SENTENCES, Level
 from rillflow.rewards.built_in.code_tests import num_exposed
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, Text, parse_function, place_of
 from rillflow.rewards.harmless_source import Doubt
 from rillflow.rewards.outcome import RETURNED, Outcome, Score
-from rillflow.rewards.sandbox import SENTENCES, Level
 from rillflow.rewards.text_execution import Setting, TextUse, decide, is_shut_in
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.rollout.config import NATIVE
 from rillflow.serving.environments.source import REWARD
-from rillflow.tasks.example import Example
+from rillflow.tasks.example import Example, answer_text
 
 GIVEN = ("base_url", "api_key")
 """Arguments that an agent receives in addition to its row's columns."""
@@ -37,9 +37,9 @@ _JOINT = re.compile(r"Popen|ctypes|multiprocessing|create_subprocess|ProcessPool
 
 def say_left_out(facts: RecipeFacts, report: Report) -> None:
     """Report the code that the recipe would run; files are parsed, not imported."""
-    recipe, rollout = facts.recipe, facts.recipe.rollout
+    rollout = facts.recipe.rollout
     named = {
-        "rollout.engine": rollout.engine if recipe.has_policy and rollout.engine != NATIVE else None,
+        "rollout.engine": rollout.engine if facts.resolved.has_policy and rollout.engine != NATIVE else None,
         "rollout.server": rollout.server,
         "reward": ", ".join(map(str, facts.functions)),
         "cost": ", ".join(map(str, facts.costs)),
@@ -115,7 +115,8 @@ def _execution_notes(
         held = f"runs without a sandbox; {name} = true shuts it in"
     scope = ""
     if is_reward and decision.is_shut_in:
-        scope = "; called with one row at a time, without network, GPU and files but reward.files"
+        scope = "; called with one row at a time, so it cannot compare answers"
+        scope += "; without network, GPU and files but reward.files"
         scope += f" ({name} = false: no sandbox)" if setting == "auto" else ""
     said = [f"{function} {why}; {name} = {shown(setting)}{scope}; {held}"]
     joint = [use for use in decision.uses if _JOINT.search(use.call)]
@@ -139,7 +140,7 @@ def look_at_functions(facts: RecipeFacts, report: Report) -> None:
     """Call each reward function on two rows and their own answers, in a child process as in a run."""
     _try_functions([each for each in facts.functions if each != REWARD], facts, report)
     judge = facts.judge
-    if judge is not None and facts.recipe.has_policy:
+    if judge is not None and facts.resolved.has_policy:
         row = next(iter(facts.task.train))
         _try_function(judge, facts.recipe, report, [row] * _TRIED)
 
@@ -149,7 +150,7 @@ def look_at_costs(facts: RecipeFacts, report: Report) -> None:
 
 
 def _try_functions(functions: Sequence[FunctionPath], facts: RecipeFacts, report: Report) -> None:
-    if not facts.recipe.has_policy:
+    if not facts.resolved.has_policy:
         return
     rows = facts.task.train
     answered = [row for row in rows if row.completion is not None]
@@ -172,7 +173,7 @@ def _exposed_tests(rows: Sequence[Example]) -> list[str]:
 
 
 def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: Sequence[Example]) -> None:
-    answers = [row.completion or "" for row in rows]
+    answers = [answer_text(row.completion or "") for row in rows]
     scores, level = _tried(function, recipe, rows, answers)
     report.notes += _execution_notes(function, "reward.sandbox", recipe.reward.sandbox, level, is_reward=True)
     report.say("reward", [f"{function}", *map(_scored, rows, answers, scores)])
@@ -183,6 +184,12 @@ def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: 
             "; it ran in a sandbox: list files that it reads in reward.files, or set reward.sandbox = false "
         )
         mend += "if it needs a network or a GPU and runs no text of an answer"
+    if failed and recipe.rollout.agent is not None:
+        report.notes.append(
+            f"{function} failed where the column {RETURNED!r} held a text: {failed[0].message}. If it reads "
+            "what the agent returns, only a run can try it"
+        )
+        return
     if len(failed) > recipe.reward.max_failures * len(scores):
         raise RewardError(
             f"{function} failed on {len(failed)} of the {len(scores)} rows it was tried on: "
@@ -218,4 +225,4 @@ def _tried(
 
 def _scored(row: Example, answer: str, score: Score) -> str:
     value = f"{score.value:g}" if score.value is not None else score.outcome
-    return f"{shown(row.key)} answered with {shown(answer)}: {value}"
+    return f"{shown(row.question)} answered with {shown(answer)}: {value}"

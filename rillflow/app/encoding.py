@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rillflow.app.phases import phase_plans
-from rillflow.app.recipe import Recipe
+from rillflow.app.resolved import Resolved
+from rillflow.app.sections import Recipe
 from rillflow.errors import DataError
 from rillflow.models.tokenizer import ModelInput, Tokenizer
 from rillflow.tasks.encoded import Encoded, Encoder
@@ -46,23 +46,25 @@ class EncodedTask:
 
 
 def encode_task(
-    recipe: Recipe, task: Task, model_input: ModelInput, say: Callable[[str], None] | None = None
+    resolved: Resolved, task: Task, model_input: ModelInput, say: Callable[[str], None] | None = None
 ) -> EncodedTask:
     """Encode every row.
 
     Args:
-        recipe: its algorithm and warm start determine the kinds of data.
+        resolved: the recipe; its algorithm and warm start determine the kinds of data.
         task: the rows.
         model_input: the tokeniser and context to encode for.
         say: receives progress messages if encoding takes long.
     """
-    uses, sieve = _uses(recipe), _Sieve(recipe, model_input, say)
+    recipe = resolved.recipe
+    uses, sieve = data_uses(resolved), _Sieve(recipe, model_input, say)
     trained = sieve.encoded(task.train, "to train on", max(uses, key=lambda use: len(use.answers)))
     rows = {use: sieve.fitting(trained, "to train on", use) for use in uses}
     judged = recipe.chosen.data if recipe.chosen.score is not None else PROMPTS
 
     def judging(asked: Sequence[Example], part: str) -> list[Encoded]:
-        found = sieve.encoded(asked if _is_judged(recipe, task) else (), part, judged)
+        is_evaluated = recipe.evaluate.problems > 0 and is_judged(resolved, task)
+        found = sieve.encoded(asked if is_evaluated else (), part, judged)
         return [row for row in sieve.fitting(found, part, judged) if row is not None]
 
     sets = {name: judging(rows, f"of the set {name}") for name, rows in task.sets.items()}
@@ -80,15 +82,16 @@ def encode_task(
     )
 
 
-def longest_row(recipe: Recipe, encoded: EncodedTask) -> int:
+def longest_row(resolved: Resolved, encoded: EncodedTask) -> int:
     """Return the tokens of the longest row, prompt and answer; one of several turns may fill the context."""
+    recipe = resolved.recipe
     if recipe.rollout.writer is not None:
         return encoded.model_input.context
     kind, limit = recipe.chosen.data, recipe.rollout.max_tokens
     rows = [row for row in encoded.train[kind] if row is not None]
     trained = max((row.length(kind, limit) for row in rows), default=0)
     judged = [*encoded.held_out, *(row for rows in encoded.sets.values() for row in rows)]
-    asked = max((len(row.prompt) + limit for row in judged), default=0) if recipe.has_policy else 0
+    asked = max((len(row.prompt) + limit for row in judged), default=0) if resolved.generates else 0
     return max(trained, asked)
 
 
@@ -168,20 +171,20 @@ class _Sieve:
         self.problems.append(DataError(error.what, error.why, f"{error.fix}{other}"))
 
 
-def _uses(recipe: Recipe) -> list[DataKind]:
+def data_uses(resolved: Resolved) -> list[DataKind]:
     """Return every kind of data that a phase's step receives."""
     found: list[DataKind] = []
-    for plan in phase_plans(recipe):
+    for plan in resolved.phases:
         beside = plan.algorithm.beside(plan.config)
         found += [plan.algorithm.data, *([] if beside is None else [beside])]
     return [*dict.fromkeys(found)]
 
 
-def _is_judged(recipe: Recipe, task: Task) -> bool:
+def is_judged(resolved: Resolved, task: Task) -> bool:
     """Return whether something scores held-out rows."""
-    reward, environment = recipe.reward, recipe.rollout.environment
+    reward, environment = resolved.recipe.reward, resolved.recipe.rollout.environment
     has_scorer = any((reward.named, reward.model, reward.judge, task.reward, environment))
-    return recipe.chosen.score is not None or (recipe.has_policy and has_scorer)
+    return resolved.main.algorithm.score is not None or (resolved.has_policy and has_scorer)
 
 
 def _spelling(task: Task, tokenizer: Tokenizer) -> list[str]:

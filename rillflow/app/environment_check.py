@@ -10,7 +10,7 @@ from rillflow.errors import RewardError, nearest
 from rillflow.rewards.function import place_of
 from rillflow.serving.environments.pool import EnvironmentPool, Told
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS
-from rillflow.tasks.example import shown
+from rillflow.tasks.example import Example, answer_text, shown
 
 if TYPE_CHECKING:
     from rillflow.app.check_report import Report
@@ -42,15 +42,15 @@ def look_at_environment(facts: RecipeFacts, report: Report) -> None:
                     why=f"{row} provides {', '.join(known)}",
                     fix=f"{nearest(name, known)}; or give the parameter a default",
                 )
-        report.say("environment", [f"{source}", *_played(pool, rows[0].as_json(), rows[0].completion)])
+        report.say("environment", [f"{source}", *_played(pool, rows[0])])
     finally:
         pool.close()
 
 
-def _played(pool: EnvironmentPool, columns: str, answer: str | None) -> list[str]:
+def _played(pool: EnvironmentPool, example: Example) -> list[str]:
     """Return what the environment said to the row's own answer, or to a text."""
-    row, lines = pool.begin(json.loads(columns)), list[str]()
-    text = answer or _SAYS
+    row, lines = pool.begin(json.loads(example.as_json())), list[str]()
+    text = answer_text(example.completion or "") or _SAYS
     for turn in range(_TURNS + 1):
         told = _answer(pool, row)
         said = "nothing" if told.observation is None else shown(told.observation)

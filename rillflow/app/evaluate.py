@@ -11,7 +11,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from rillflow.formulas.interval import mean_interval, wilson
+from rillflow.formulas.interval import mean_interval, observed_range, wilson
 from rillflow.formulas.judging import pass_at
 from rillflow.records.batch import Batch
 from rillflow.runs.reader import Evaluation
@@ -39,17 +39,18 @@ def judged(
     if proxies is not None:
         more["proxy_mean"] = float(proxies.dense("rewards")[proxies.dense("valid")].double().mean())
     interval = wilson(correct, count) if binary and correct is not None else None
+    possible = observed_range(rewards.double().tolist())
     samples = int(rollouts.ids[:, 2].max()) + 1 if count else 1
     if samples > 1:  # answers to one prompt are not independent trials
         means = _prompt_means(right if binary else rewards, valid, binary, samples)
-        interval = mean_interval(means, (0.0, 1.0)) if binary else mean_interval(means)
+        interval = mean_interval(means, possible)
         more |= {"samples": samples}
         if correct is not None:
             counts = right.view(-1, samples).sum(1).tolist()
             for k in powers_of_two(samples):
                 more[f"pass@{k}"] = fmean(pass_at(samples, each, k) for each in counts)
     elif not binary:
-        interval = mean_interval(rewards.double().tolist())
+        interval = mean_interval(rewards.double().tolist(), possible)
     return Evaluation(
         count=count,
         mean_reward=float(rewards.mean()) if len(rewards) else float("nan"),

@@ -1,10 +1,10 @@
 """Facts: read what a recipe's files say, each file once, for the checks, the build and the planner.
 
-    Recipe ─ Facts ─┬─ [task] ────────────────────> task ───────────┬─> encoded ─> longest
-                    ├─ policy.model ──────────────> model_input ────┘
-                    │                               source, adapter, sizes, outline
-                    ├─ [critic], [reward], [cost] > critic, scorers, functions, costs
-                    └─ [rollout] ─────────────────> engine, agent
+    Resolved ─ Facts ─┬─ [task] ────────────────────> task ───────────┬─> encoded ─> longest
+                      ├─ policy.model ──────────────> model_input ────┘
+                      │                               source, adapter, sizes, outline
+                      ├─ [critic], [reward], [cost] > critic, scorers, functions, costs
+                      └─ [rollout] ─────────────────> engine, agent
 
 Imports torch only for ``outline`` and ``engine``.
 """
@@ -19,30 +19,35 @@ from functools import cached_property
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rillflow.app.encoding import EncodedTask, encode_task, longest_row
+from rillflow.algorithms.config import SampledConfig
+from rillflow.app.encoding import EncodedTask, encode_task, is_judged, longest_row
+from rillflow.app.environment_sources import environment_source
 from rillflow.app.model_files import ALIKE, ModelSizes, sizes_from, sizes_of_directory, sizes_of_new
-from rillflow.app.recipe import Recipe
+from rillflow.app.resolved import Resolved
+from rillflow.app.scorers import scorer
+from rillflow.app.sections import Recipe
 from rillflow.app.standing import NOTHING_TO_STAND_ON, StandsOn
 from rillflow.app.trained import named_model
-from rillflow.errors import ConfigError, DataError, ModelError, RewardError
+from rillflow.errors import ConfigError, DataError, ModelError, RewardError, install_package
+from rillflow.models.adapter_tokenizer import require_fits_base, tokenizer_source
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import AdapterConfig, ModelConfig
 from rillflow.models.directory_checks import end_tokens, settings_in
+from rillflow.models.load_tokenizer import load_tokenizer
 from rillflow.models.locate import base_of, found_adapter, locate
-from rillflow.models.tokenizer import ModelInput, Tokenizer, load_tokenizer
+from rillflow.models.tokenizer import ModelInput, Tokenizer
 from rillflow.rewards.function import FunctionPath, parse_files, parse_function
 from rillflow.rewards.judge_prompt import KEPT, no_frame
-from rillflow.rewards.remote import is_url, remote_judge, remote_scores
+from rillflow.rewards.remote import remote_judge
 from rillflow.serving.environments.dataset import environment_rows
-from rillflow.serving.environments.source import REWARD, EnvironmentSource, parse_environment
+from rillflow.serving.environments.source import REWARD, EnvironmentSource
 from rillflow.tasks.example import shown
 from rillflow.tasks.files import Rows
 from rillflow.tasks.task import Task, open_task, read_sets
 
 if TYPE_CHECKING:
-    from rillflow.app.node_files import Known
     from rillflow.models.language_model import LanguageModel
     from rillflow.rollout.engine import Engine
     from rillflow.workers.backend import Backend
@@ -71,13 +76,11 @@ class RecipeFacts:
     """A recipe and what its files say; each fact is read on first use, which raises its errors, and cached.
 
     Example:
-        RecipeFacts(recipe=loaded.recipe, base=loaded.base).sizes
+        RecipeFacts(resolved=load_recipe(Path("run.toml"))).sizes
     """
 
-    recipe: Recipe
-    """The checked settings."""
-    base: Path
-    """The recipe's folder; its paths are relative to it."""
+    resolved: Resolved
+    """The recipe."""
     given: Given = NOTHING
     """Rows and rewards that are Python objects instead of files."""
     standing: StandsOn = NOTHING_TO_STAND_ON
@@ -89,6 +92,22 @@ class RecipeFacts:
     say: Callable[[str], None] | None = None
     """Callback for encoding progress. A run sets it, and loads its tokeniser with torch; None reads
     tokenizer.json directly."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The settings."""
+        return self.resolved.recipe
+
+    @property
+    def base(self) -> Path:
+        """The recipe's folder; its paths are relative to it."""
+        return self.resolved.base
+
+    @property
+    def generates(self) -> bool:
+        """Whether the policy writes answers: those that it trains on, or those that an evaluation scores."""
+        trains = isinstance(self.recipe.algorithm, SampledConfig)
+        return self.resolved.generates and (trains or is_judged(self.resolved, self.task))
 
     @cached_property
     def task(self) -> Task:
@@ -107,8 +126,11 @@ class RecipeFacts:
                     why="only the environment's own code lists its rows",
                     fix="run the check without --no-code",
                 )
-            rows = environment_rows(environment, self.base)
-        task = open_task(recipe.task, kind, base=base, seed=seed, drawn=self.drawn, rows=rows)
+            rows = environment_rows(environment, environment_source(environment, self.base))
+        is_exact = self.resolved.names_held_out
+        task = open_task(
+            recipe.task, kind, base=base, seed=seed, drawn=self.drawn, rows=rows, is_exact=is_exact
+        )
         task = replace(task, sets=read_sets(recipe.evaluate.sets, recipe.task, base, kind))
         _require_numbers(task, recipe.algorithm.columns)
         return replace(task, reward=self.given.reward) if self.given.reward else task
@@ -132,6 +154,17 @@ class RecipeFacts:
         """
         path = self.model.path
         return None if path is None else base_of(_existing("policy.model.path", path, self.base))
+
+    @cached_property
+    def tokenizer_directory(self) -> Path | None:
+        """Directory of the model's tokeniser, an adapter's own or its base's; None as ``directory``.
+
+        Raises:
+            ModelError: an adapter has a part of a tokeniser.
+        """
+        if self.directory is None or self.model.path is None:
+            return None
+        return Path(tokenizer_source(_existing("policy.model.path", self.model.path, self.base)))
 
     @property
     def directory(self) -> Path | None:
@@ -200,7 +233,7 @@ class RecipeFacts:
         return sizes_from(module.config.get_text_config().to_dict(), shapes)
 
     @cached_property
-    def equal_files(self) -> Known:
+    def equal_files(self) -> set[tuple[str, Any, Any]]:
         """Pairs of files, here and on nodes, that were compared in this run."""
         return set()
 
@@ -217,17 +250,14 @@ class RecipeFacts:
     @cached_property
     def scorers(self) -> Mapping[str, str]:
         """Directories or hub names of the models that score, by setting; see ``scorer_source``."""
-        recipe = self.recipe
-        named = {"reward.model": recipe.reward.model, "cost.model": recipe.cost.model}
-        found = {
-            setting: scorer_source(setting, path, self.base)
-            for setting, path in named.items()
-            if path is not None
+        judge = self.recipe.reward.judge
+        has_frame = judge is not None and judge.frame is not None
+        return {
+            setting: judge_source(path, has_frame, self.base)
+            if setting == JUDGE
+            else scorer_source(setting, path, self.base)
+            for setting, path in self.resolved.scorers.items()
         }
-        judge = recipe.reward.judge
-        if judge is not None and judge.model is not None:
-            found[JUDGE] = judge_source(judge.model, judge.frame is not None, self.base)
-        return found
 
     @property
     def named(self) -> Mapping[str, str]:
@@ -246,16 +276,13 @@ class RecipeFacts:
             ConfigError: neither the recipe nor the task names one.
         """
         config = self.recipe.reward
-        named = [
-            remote_scores(text, config, weight) if is_url(text) else self._scoring(text, weight)
-            for text, weight in config.named.items()
-        ]
+        named = [self._scoring(text, weight) for text, weight in config.named.items()]
         if self.environment is not None:
             return _with_different_names([REWARD, *named, *self.given.reward])
         if named:
             return _with_different_names([*named, *self.given.reward])
         is_model = config.model is not None or config.judge is not None
-        if not self.task.reward and not is_model and "reward" in self.recipe.roles:
+        if not self.task.reward and not is_model and "reward" in self.resolved.called:
             raise ConfigError(
                 "reward.function is missing",
                 why=f"{self.task.name} has no scorer of its own",
@@ -280,7 +307,7 @@ class RecipeFacts:
             ConfigError: the algorithm bounds a cost, and the recipe names neither function nor model.
         """
         recipe, text = self.recipe, self.recipe.cost.function
-        if text is None and recipe.cost.model is None and "cost" in recipe.roles:
+        if text is None and recipe.cost.model is None and "cost" in self.resolved.called:
             raise ConfigError(
                 "cost.function and cost.model are not set",
                 why=f"{recipe.algorithm.name} bounds a cost, so every row needs a cost",
@@ -290,7 +317,8 @@ class RecipeFacts:
 
     def _scoring(self, text: str, weight: float = 1.0) -> FunctionPath:
         files = parse_files(self.recipe.reward.files, self.base, "reward.files")
-        return replace(parse_function(text, self.base), files=files, weight=weight)
+        function = scorer(text, self.base, self.recipe.reward)
+        return replace(function, files=() if function.address else files, weight=weight)
 
     @cached_property
     def agent(self) -> FunctionPath | None:
@@ -307,7 +335,7 @@ class RecipeFacts:
             raise ConfigError(
                 f"rollout.agent.function is {agent.function!r}, and starlette or uvicorn is not installed",
                 why="an agent calls the policy over HTTP",
-                fix="pip install 'rillflow[service]'",
+                fix=install_package("service"),
             )
         files = parse_files(agent.files, self.base, "rollout.agent.files")
         return replace(parse_function(agent.function, self.base, "agent"), files=files)
@@ -317,10 +345,10 @@ class RecipeFacts:
         """The environment that the policy acts in; None if the recipe names none.
 
         Raises:
-            RewardError, ConfigError: see ``parse_environment``.
+            RewardError, ConfigError: see ``environment_source``.
         """
         environment = self.recipe.rollout.environment
-        return None if environment is None else parse_environment(environment, self.base)
+        return None if environment is None else environment_source(environment, self.base)
 
     @cached_property
     def engine(self) -> type[Engine]:
@@ -329,9 +357,10 @@ class RecipeFacts:
         Raises:
             ConfigError: it cannot be imported, or is not an engine.
         """
+        from rillflow.app.engine_sources import engine_source
         from rillflow.rollout.engine import engine_class
 
-        return engine_class(self.recipe.rollout.engine)
+        return engine_class(engine_source(self.recipe.rollout.engine).path)
 
     @cached_property
     def model_input(self) -> ModelInput | None:
@@ -340,15 +369,17 @@ class RecipeFacts:
         Raises:
             ModelError: there is no tokeniser, or a file cannot be read.
         """
-        new, folder, as_written = self.recipe.policy.model.new, self.directory, self.say is None
+        new, as_written = self.recipe.policy.model.new, self.say is None
         if new is not None:
             return ModelInput(
                 tokenizer=Tokenizer(character_tokenizer(new.alphabet, new.context)), context=new.context
             )
+        folder = self.tokenizer_directory
         if folder is None or self.sizes is None or (as_written and not (folder / "tokenizer.json").is_file()):
             return None
         inner = load_tokenizer(str(folder), as_written=as_written, whole=False)
-        tokenizer = Tokenizer(inner, stop_tokens=end_tokens(str(folder)))
+        tokenizer = Tokenizer(inner, stop_tokens=end_tokens(str(self.directory)))
+        require_fits_base(tokenizer, str(folder), str(self.directory), self.sizes.vocabulary)
         return ModelInput(tokenizer=tokenizer, context=self.sizes.context)
 
     @cached_property
@@ -356,12 +387,12 @@ class RecipeFacts:
         """The rows as tokens; None if the model's tokeniser and context are not available."""
         if self.model_input is None:
             return None
-        return encode_task(self.recipe, self.task, self.model_input, self.say)
+        return encode_task(self.resolved, self.task, self.model_input, self.say)
 
     @cached_property
     def longest(self) -> int | None:
         """Tokens of the longest row, prompt and answer; None if the tokeniser is not available."""
-        return None if self.encoded is None else longest_row(self.recipe, self.encoded)
+        return None if self.encoded is None else longest_row(self.resolved, self.encoded)
 
 
 def _require_numbers(task: Task, columns: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Drawing: trace the graphs of a recipe's phases from the algorithms' code.
 
-recipe ─> phases ─ step on symbols, with the endpoints of its roles ─> Graph
+phases ─ step on symbols, with the endpoints of its roles ─> Graph
 
 The endpoints of shipped roles are read from ``endpoints.json``, which docs/draw_graphs.py writes, so a graph
 needs neither torch nor models. A role that an algorithm brings declares its endpoints in its class.
@@ -9,13 +9,12 @@ needs neither torch nor models. A role that an algorithm brings declares its end
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rillflow.app.phases import phase_plans
-from rillflow.app.recipe import Recipe
-from rillflow.app.role_table import RoleSpec, table_of
+from rillflow.app.phases import PhasePlan
+from rillflow.app.role_table import RoleSpec
 from rillflow.controller.flow import Flow
 from rillflow.graph.graph import Graph
 from rillflow.graph.trace import Signature, Symbol, Tracer, trace
@@ -26,15 +25,19 @@ ENDPOINTS = Path(__file__).parent / "endpoints.json"
 """The signatures of every shipped role's endpoints, by the role's class."""
 
 
-def graphs(recipe: Recipe) -> list[Graph]:
-    """Return one graph per phase, in order.
+def graphs(phases: Sequence[PhasePlan], table: Mapping[str, RoleSpec]) -> list[Graph]:
+    """Return one graph per phase, in order; ``Resolved.graphs`` keeps them.
+
+    Args:
+        phases: the phases.
+        table: every role that there may be.
 
     Raises:
         GraphError: a stage reads a field that nothing provides.
     """
-    endpoints = signatures(recipe)
+    endpoints = signatures(table)
     found = []
-    for plan in phase_plans(recipe):
+    for plan in phases:
         step, config = plan.algorithm.step, plan.config
         extra = plan.algorithm.beside(config)
         beside = {} if extra is None else {str(extra): extra.fields}
@@ -60,10 +63,10 @@ def unpublished(graph: Graph) -> str:
     )
 
 
-def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
+def signatures(table: Mapping[str, RoleSpec]) -> Mapping[str, Mapping[str, Signature]]:
     """Return the endpoints of every role that a recipe may have."""
     shipped, found = json.loads(ENDPOINTS.read_bytes()), dict[str, dict[str, Signature]]()
-    for name, spec in table_of(recipe).items():
+    for name, spec in table.items():
         listed = shipped.get(str(spec.role), {})
         own = {each: _signature(**fields) for each, fields in listed.items()} or signatures_of(name, spec)
         found.setdefault("policy" if name == SAMPLER else name, {}).update(own)

@@ -8,7 +8,7 @@ It checks the data and the run directory before it imports anything heavy.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 from rillflow.app.facts import NOTHING, Given, RecipeFacts
 from rillflow.app.planned import keep_plan
+from rillflow.app.plugin_sections import as_kept, plugin_changes
+from rillflow.app.plugins import installed, service
 from rillflow.app.preflight_checks import require_sound
-from rillflow.app.recipe import Recipe
+from rillflow.app.resolved import Resolved
 from rillflow.app.resume import (
     MAY_CHANGE,
     after,
@@ -28,17 +30,17 @@ from rillflow.app.resume import (
     keep_data,
     keep_sources,
     require_possible,
-    resolved,
+    run_config,
     shorter_phase,
     with_choices_of_run,
 )
-from rillflow.app.role_table import roles_of
 from rillflow.app.row_names import rows_named
 from rillflow.app.standing import former_runs, kept_bases, standing_of
+from rillflow.config.schema import Section
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.decisions import RecordedDecisions
 from rillflow.controller.interrupt import Interruption, RunStage, stopped
-from rillflow.errors import Interrupted, RillflowError, RunDirectoryError
+from rillflow.errors import ConfigError, Interrupted, RillflowError, RunDirectoryError
 from rillflow.placement.plan import Plan
 from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
@@ -47,25 +49,22 @@ from rillflow.runs.core_share import CoreShare
 from rillflow.runs.environment import environment, usable_cores
 from rillflow.runs.json_lines import JSON, read_json
 from rillflow.runs.layout import kept_steps
+from rillflow.runs.observers import ObservedRun, Observer, Observers
 from rillflow.runs.pins import Pins, pin_notes
 from rillflow.runs.progress import Progress
 from rillflow.runs.reader import read_metrics
-from rillflow.runs.report.predicted import compare, render_comparison
-from rillflow.runs.report.write import write_report
 from rillflow.runs.run_data import load
 from rillflow.runs.run_directory import RunDirectory, holds_step, new_identity, set_aside
-from rillflow.runs.summary import Summary, render_text, summarise, warnings_of
-from rillflow.runs.trackers.config import TrackersConfig
-from rillflow.runs.trackers.process import Trackers
+from rillflow.runs.summary import NO_SUGGESTIONS, Summary, render_text, summarise, warnings_of
 from rillflow.workers.fork_server import ForkServer
 
 if TYPE_CHECKING:
     from rillflow.app.build import Build
+    from rillflow.app.reports import RunReports
 
 
 def launch(
-    recipe: Recipe,
-    base: Path,
+    resolved: Resolved,
     *,
     fresh: bool = False,
     quiet: bool = False,
@@ -79,8 +78,7 @@ def launch(
     """Run a recipe to its end, from the newest checkpoint if there is one, and return a summary.
 
     Args:
-        recipe: the checked settings.
-        base: the recipe's folder; paths in it are relative to it.
+        resolved: the recipe.
         fresh: move an older run of the same directory aside instead of resuming it.
         quiet: show errors only.
         plan: the plan that placed the recipe, or the one to compare the run with; the run directory keeps it.
@@ -95,19 +93,19 @@ def launch(
         RillflowError: an error that a user can fix; it states the problem, the reason and the fix.
         Interrupted: the user asked to stop; the same command resumes.
     """
-    path = Path(recipe.run.dir or "runs/run")
-    recipe = recipe if fresh else with_choices_of_run(recipe, path)
+    path = resolved.directory
+    resolved = resolved if fresh else with_choices_of_run(resolved, path)
     with interruption or Interruption() as asked, asked.orderly(), ExitStack() as stack:
-        asked.stop_s = recipe.run.stop_s
+        asked.stop_s = resolved.recipe.run.stop_s
         start = _Start(path=path, is_fresh=fresh, is_replay=repeat is not None)
         pins = stack.enter_context(Pins(path, start.identity))
-        former, facts = start.former, start.facts(recipe, base, given, pins, quiet)
+        former, facts = start.former, start.facts(resolved, given, pins, quiet)
         notes = require_sound(facts)
         run = stack.enter_context(start.opened(facts))
         pins.settle(former)
-        require_possible(recipe, path, run.changes, facts.task)
+        require_possible(resolved, path, run.changes, facts.task)
         progress = stack.enter_context(
-            Progress(total_steps=_steps(recipe), quiet=quiet, told=told, log=path / layout.OUTPUT_LOG)
+            Progress(total_steps=_steps(resolved), quiet=quiet, told=told, log=path / layout.OUTPUT_LOG)
         )
         notes = [*notes, *pins.notes, *pin_notes(path)]
         _run(facts, notes, run, progress, plan, command, asked, repeat)
@@ -144,13 +142,12 @@ class _Start:
         """Runs that this run stood on at its last start."""
         return former_runs(self.path) if self.goes_on else ()
 
-    def facts(self, recipe: Recipe, base: Path, given: Given, pins: Pins, quiet: bool) -> RecipeFacts:
+    def facts(self, resolved: Resolved, given: Given, pins: Pins, quiet: bool) -> RecipeFacts:
         """Return the facts of the recipe with the models that the run stands on; pin them, if it lasts."""
         kept = self.path if self.goes_on else None
-        standing = standing_of(recipe, base, kept, None if self.is_replay else pins)
+        standing = standing_of(resolved, kept, None if self.is_replay else pins)
         return RecipeFacts(
-            recipe=standing.recipe(recipe),
-            base=base,
+            resolved=resolved.changed(standing.places),
             given=given,
             drawn=None if self.is_fresh else drawn_from(self.path),
             say=(lambda _: None) if quiet else Progress.say,
@@ -161,9 +158,10 @@ class _Start:
         """Open the run directory, and record where models are now."""
         if self.is_fresh:
             set_aside(self.path)
-        settings = resolved(facts.recipe, facts.task, facts.base, facts.standing)
+        settings = run_config(facts.resolved, facts.task, facts.standing)
         moved = facts.standing.moved(self.path) if self.goes_on else ()
-        may_change = (*MAY_CHANGE, *moved)
+        settings = as_kept(settings, self.path) if self.goes_on else settings
+        may_change = (*MAY_CHANGE, *plugin_changes(), *moved)
         run = RunDirectory.open(self.path, settings, may_change=may_change, identity=self.identity)
         if any(change.key.startswith(f"{layout.BASES}.") for change in run.changes):  # also of a finished run
             run.write_json(layout.CONFIG, {**read_json(self.path / layout.CONFIG), **kept_bases(settings)})
@@ -183,13 +181,33 @@ def _run(
     """Run the remaining steps, from the newest checkpoint again after a rank has died."""
     recipe = facts.recipe
 
-    def train(trackers: Trackers) -> None:
+    def train() -> None:
         with _forks_of(facts) as forks:
-            once = partial(_train, facts, run, progress, plan, command, asked, repeat, forks, trackers)
+            once = partial(_train, facts, run, progress, plan, command, asked, repeat, forks)
             restarted(once, recipe.run.restarts, run, progress, asked)
 
-    finished = is_finished(recipe, run.path)
-    carry_out(None if finished else train, run, progress, asked, recipe.run.trackers, facts.base, notes)
+    finished = is_finished(facts.resolved, run.path)
+    watched = () if repeat is not None else observers_of(recipe, facts.base, run, progress)
+    carry_out(None if finished else train, run, progress, asked, watched, notes)
+
+
+def observers_of(recipe: Section, base: Path, run: RunDirectory, progress: Progress) -> Sequence[Observer]:
+    """Return the observers that plugins bring for a run; one that cannot be made is noted and left out.
+
+    Args:
+        recipe: the settings.
+        base: the recipe's folder.
+        run: the run directory.
+        progress: the display for the user.
+    """
+    watched, every = ObservedRun(path=run.path, recipe=recipe, base=base, say=progress.note), list[Observer]()
+    for name, plugin in installed().items():
+        try:
+            every += plugin.observers(watched) if plugin.observers is not None else ()
+        except Exception as error:  # noqa: BLE001  a plugin may raise anything, and the run must not end
+            what = f"{type(error).__name__}: {error}"
+            progress.note(f"the plugin {name} does not watch the run, which goes on without it: {what}")
+    return every
 
 
 def _forks_of(facts: RecipeFacts) -> AbstractContextManager[ForkServer | None]:
@@ -198,30 +216,28 @@ def _forks_of(facts: RecipeFacts) -> AbstractContextManager[ForkServer | None]:
     is_local = placement.backend == "process" and not placement.is_inline and facts.given.backend is None
     if not is_local or device.startswith("cuda"):
         return nullcontext()
-    roles = roles_of(facts.recipe).values()
+    roles = facts.resolved.roles.values()
     forks = ForkServer([role.module for role in roles if role.module is not None])
     forks.prepare()
     return forks
 
 
 def carry_out(
-    train: Callable[[Trackers], None] | None,
+    train: Callable[[], None] | None,
     run: RunDirectory,
     progress: Progress,
     asked: Interruption,
-    trackers: TrackersConfig,
-    base: Path,
+    observers: Sequence[Observer],
     notes: Sequence[str] = (),
 ) -> None:
-    """Train with trackers, then write the summary and the report, also if the run ends early.
+    """Train with observers, then write the summary and the report, also if the run ends early.
 
     Args:
         train: makes the remaining steps; None if the run is finished.
         run: the run directory.
         progress: the display for the user.
         asked: tells whether the user wants to stop.
-        trackers: settings of the trackers.
-        base: the recipe's folder.
+        observers: what watches the run.
         notes: what the user should know before the start.
     """
     for note in run.notes:
@@ -233,10 +249,10 @@ def carry_out(
             progress.note(f"note: {note}")
         asked.say = progress.note
         try:
-            with Trackers(run.path, trackers.named, base, progress.note) as processes:
+            with Observers(observers, progress.note) as run.observers:
                 try:
                     with asked.orderly(), CoreShare(progress.note, usable_cores()):
-                        train(processes)
+                        train()
                 finally:
                     asked.stage = RunStage.ENDING
         except Exception:
@@ -244,16 +260,21 @@ def carry_out(
             raise
     try:
         _write_report(run)
-    except RunDirectoryError as error:  # the run is complete without it
+    except (ConfigError, RunDirectoryError) as error:  # the run is complete without it
         progress.note(f"the run is finished, but its report is not; the same command writes it: {error}")
 
 
-def say_summary(summary: Summary, path: Path) -> None:
-    """Show a run's summary, and its plan's seconds next to the measured ones."""
-    Progress.say(render_text(summary))
-    compared = compare(load(path))
-    if compared is not None:
-        Progress.say(render_comparison(compared))
+def say_summary(summary: Summary, path: Path, suggested: Mapping[str, str] = NO_SUGGESTIONS) -> None:
+    """Show a run's summary with suggested commands, and its plan's seconds next to the measured ones."""
+    Progress.say(render_text(summary, suggested))
+    if not (path / layout.PLAN).is_file():
+        return
+    try:
+        reports: RunReports = service("reports", "the comparison with the plan")
+        if compared := reports.comparison(path):
+            Progress.say(compared)
+    except ConfigError as error:  # the run is complete without it
+        Progress.say(f"note: {error}")
 
 
 def _leave_report(run: RunDirectory, progress: Progress) -> None:
@@ -269,13 +290,13 @@ def _leave_report(run: RunDirectory, progress: Progress) -> None:
 def _write_report(run: RunDirectory) -> Path:
     """Write the summary and the report; return the report's path."""
     run.write_json(layout.SUMMARY, summarise(run.path).as_json())
-    return write_report(run.path)
+    reports: RunReports = service("reports", "the report")
+    return reports.write(run.path)
 
 
-def _steps(recipe: Recipe) -> dict[str, int]:
+def _steps(resolved: Resolved) -> dict[str, int]:
     """Return the steps of every phase, by name."""
-    first = {} if recipe.warm_start is None else {"warm_start": recipe.warm_start.steps}
-    return {**first, recipe.algorithm.name: recipe.algorithm.steps}
+    return {phase.name: phase.config.steps for phase in resolved.phases}
 
 
 def restarted(
@@ -313,6 +334,9 @@ def restarted(
             what = f"{'a worker ' if isinstance(died, RankLost) else ''}{died.what}"
             progress.note(f"{what}; all ranks start again from step {step} (restart {made} of {most})")
             asked.stage = RunStage.STARTING  # Ctrl-C ends the start of the ranks at once
+        except RillflowError as error:
+            error.is_underway |= first is not None  # the recipe was right when the run began
+            raise
         except KeyboardInterrupt:
             if first is None or asked.stage is not RunStage.STARTING:
                 raise
@@ -321,17 +345,17 @@ def restarted(
 
 
 def _train_steps(
-    build: Build, recipe: Recipe, run: RunDirectory, progress: Progress, interruption: Interruption
+    build: Build, resolved: Resolved, run: RunDirectory, progress: Progress, interruption: Interruption
 ) -> None:
     """Run the steps, to the last one or until ``evaluate.patience`` ends them, and mark the run finished."""
-    mark: dict[str, JSON] = {"steps": recipe.total_steps}
+    mark: dict[str, JSON] = {"steps": resolved.total_steps}
     try:
         build.train(progress, interruption)
     except Interrupted:
         if not interruption.early:
             raise
         progress.note(f"stopped early: {interruption.early}")
-        mark |= {"early": interruption.early, "patience": recipe.evaluate.patience}
+        mark |= {"early": interruption.early, "patience": resolved.recipe.evaluate.patience}
     run.write_json(layout.FINISHED, mark)
 
 
@@ -344,7 +368,6 @@ def _train(
     interruption: Interruption,
     repeat: RecordedDecisions | None,
     forks: ForkServer | None,
-    trackers: Trackers,
     stack: ExitStack,
 ) -> None:
     from rillflow.app.build import Build
@@ -353,7 +376,7 @@ def _train(
     keep_sources(recipe, task, facts.base, run.path)
     keep_data(task, run.path)
     checkpoint = at_newest_checkpoint(
-        run, progress, lambda kept: fresher_steps(recipe, kept) + shorter_phase(recipe, run.changes)
+        run, progress, lambda kept: fresher_steps(facts.resolved, kept) + shorter_phase(recipe, run.changes)
     )
     if checkpoint is None:
         shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
@@ -377,9 +400,9 @@ def _train(
             "left_out": {str(use): count for use, count in build.encoded.left_out.items()},
         }
     )
-    trackers.start()
+    run.observers.start()
     with underway(), rows_named(task):
-        _train_steps(build, recipe, run, progress, interruption)
+        _train_steps(build, facts.resolved, run, progress, interruption)
 
 
 def at_newest_checkpoint(

@@ -2,7 +2,7 @@
 
     ModelSizes, longest row ─┬─ estimate ─> Peak of the policy ──> check; require_memory refuses a run
                              └─ optimiser_bytes, answering ─┐
-    peak_memory.py: counts on fake tensors ─────────────────┴─> Peak of every role ─> require_room
+    rillflow_parts/memory: counts on fake tensors ──────────┴─> Peak of every role ─> require_room
 
 Memory of libraries is not included.
 """
@@ -12,16 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rillflow.algorithms.config import SampledConfig
-from rillflow.app.doctor import cuda_capability
+from rillflow.app.engine_sources import engine_source
+from rillflow.app.machine import cuda_capability
 from rillflow.app.model_files import ModelSizes
-from rillflow.app.recipe import Recipe
+from rillflow.app.resolved import Resolved
+from rillflow.app.sections import Recipe
 from rillflow.errors import ConfigError
 from rillflow.formulas.config import MOST_LOGITS
 from rillflow.models.config import AdapterConfig
 from rillflow.placement.activations import NARROW, kept_numbers
-from rillflow.rollout.config import SERVICE, VLLM
+from rillflow.rollout.config import VLLM
 from rillflow.rollout.native.cache_layout import ALIGNMENT
 from rillflow.runs.formatting import size
 from rillflow.workers.config import SAMPLER
@@ -85,18 +88,19 @@ def told(parts: Parts) -> str:
     return " + ".join(f"{name} {size(amount)}" for name, amount in parts.items() if amount) or size(0)
 
 
-def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
+def estimate(resolved: Resolved, sizes: ModelSizes, longest: int) -> Peak:
     """Estimate a rank's memory for section ``policy``'s model and its reference.
 
     Weights that tensor parallelism replicates (norms, an untied embedding) count as sharded, and activations
     as those of a whole model.
 
     Args:
-        recipe: the run's recipe.
+        resolved: the run's recipe.
         sizes: the model's sizes.
         longest: tokens of the longest row, prompt and answer.
     """
-    placement, role, model = recipe.placement, recipe.trained_role, recipe.policy.model
+    recipe, role, model = resolved.recipe, resolved.trained_role, resolved.recipe.policy.model
+    placement = recipe.placement
     mesh, whole = placement.mesh_of(role), weight_bytes(recipe, sizes)
     parts, away = mesh.pp * mesh.tp * mesh.fsdp, sizes.experts - sizes.experts // mesh.ep
     weights = (whole - away * _ITEM_BYTES[model.dtype]) // parts
@@ -104,26 +108,27 @@ def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
     if model.adapter is None:  # an adapter's own parameters are few compared with the base
         kept["optimiser"] = optimiser_bytes(recipe, (sizes.parameters - away) // parts)
         training["gradients"] = weights
-        if "reference" in recipe.roles:
+        if "reference" in resolved.called:
             kept["reference"] = weights
     phases: dict[str, Parts] = {"trains": training | _activations(recipe, sizes, longest)}
-    if recipe.has_policy and not placement.samples_apart:
-        sampler, crossing = answering(recipe, sizes, longest), whole // placement.generate_tp - weights
+    if resolved.has_policy and not placement.samples_apart:
+        sampler, crossing = answering(resolved, sizes, longest), whole // placement.generate_tp - weights
         kept |= sampler.kept
         phases["answers"] = {**sampler.phases["answers"], "weights that cross": max(0, crossing)}
     return Peak(role=role, pool=placement.pool_of(role), kept=kept, phases=phases)
 
 
-def answering(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
+def answering(resolved: Resolved, sizes: ModelSizes, longest: int) -> Peak:
     """Return what a rank that samples holds besides the weights that it shares with the trainer.
 
     vLLM has weights of its own, which a device keeps only while it samples. On a CPU it does not tie a head
     to the embedding.
     """
+    recipe = resolved.recipe
     cache, on_gpu = cache_bytes(recipe, sizes, longest), _on_gpu(recipe)
     is_vllm = recipe.rollout.engine == VLLM
     working = {
-        "KV cache": 0 if recipe.rollout.engine in (VLLM, SERVICE) else cache,
+        "KV cache": cache if engine_source(recipe.rollout.engine).holds_cache else 0,
         "logits": _SAMPLED_LOGITS * rows_a_rank(recipe) * sizes.vocabulary * _FLOAT32_BYTES,
     }
     kept = dict[str, int]()
@@ -162,7 +167,11 @@ def rows_at_once(recipe: Recipe) -> int:
         return recipe.rollout.max_rows
     judged = min(recipe.evaluate.problems, recipe.task.held_out)
     config = recipe.algorithm
-    rows = math.prod(config.begun) if isinstance(config, SampledConfig) else config.rows_per_step
+    rows = (
+        math.prod(recipe.schedule.begun(config))
+        if isinstance(config, SampledConfig)
+        else config.rows_per_step
+    )
     return min(recipe.rollout.max_rows, max(rows, judged))
 
 
@@ -249,35 +258,35 @@ def optimiser_bytes(recipe: Recipe, numbers: int) -> int:
     return numbers * (2 * moment + master)
 
 
-def holds_whole(recipe: Recipe) -> bool:
+def holds_whole(resolved: Resolved) -> bool:
     """Return whether a rank holds the whole model, and samples with the weights it trains."""
-    placement = recipe.placement
-    is_plain = placement.mesh_of(recipe.trained_role).is_plain and placement.generate_tp == 1
+    placement = resolved.recipe.placement
+    is_plain = placement.mesh_of(resolved.trained_role).is_plain and placement.generate_tp == 1
     return is_plain and not placement.samples_apart
 
 
-def memory_lines(recipe: Recipe, sizes: ModelSizes, longest: int) -> list[str]:
+def memory_lines(resolved: Resolved, sizes: ModelSizes, longest: int) -> list[str]:
     """Return the estimated memory of a rank, and of a rank that only samples."""
-    placement, tp = recipe.placement, recipe.placement.generate_tp
-    told = estimate(recipe, sizes, longest).text
-    if holds_whole(recipe):
+    recipe, placement, tp = resolved.recipe, resolved.recipe.placement, resolved.recipe.placement.generate_tp
+    told = estimate(resolved, sizes, longest).text
+    if holds_whole(resolved):
         return [f"memory: {told}"]
-    mesh = placement.mesh_of(recipe.trained_role)
-    lines, ranks = [f"memory of a rank, {recipe.trained_role} on {mesh}: {told}"], mesh.ranks
+    mesh = placement.mesh_of(resolved.trained_role)
+    lines, ranks = [f"memory of a rank, {resolved.trained_role} on {mesh}: {told}"], mesh.ranks
     if placement.samples_apart:
-        sampler, ranks = answering(recipe, sizes, longest), placement.pools[placement.pool_of(SAMPLER)]
+        sampler, ranks = answering(resolved, sizes, longest), placement.pools[placement.pool_of(SAMPLER)]
         kept = {"weights": weight_bytes(recipe, sizes) // tp, **sampler.kept}
         lines.append(f"memory of a rank that samples: {replace(sampler, kept=kept).text}")
-    if recipe.has_policy:
+    if resolved.has_policy:
         lines.append(f"generation, tp {tp}: {ranks // tp} replicas of {rows_a_rank(recipe)} rows")
     return lines
 
 
-def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, what: str) -> None:
+def require_memory(resolved: Resolved, sizes: ModelSizes, longest: int, there: int, what: str) -> None:
     """Refuse a run whose ranks do not fit into memory, and name the settings that help most.
 
     Args:
-        recipe: the run's recipe; its ranks hold the whole model.
+        resolved: the run's recipe; its ranks hold the whole model.
         sizes: the model's sizes.
         longest: tokens of the longest row, prompt and answer.
         there: bytes that a rank may fill.
@@ -286,13 +295,15 @@ def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, 
     Raises:
         ConfigError: the estimate exceeds ``there``.
     """
-    found = estimate(recipe, sizes, longest)
+    found = estimate(resolved, sizes, longest)
     if found.total <= there:
         return
     helps: list[tuple[str, int]] = []
-    now = recipe
+    now = resolved
     while len(helps) < _NAMED or (helps[-1][1] > there and len(helps) < _MOST_NAMED):
-        changed = {text: other for text, other in _smaller(now) if text not in dict(helps)}
+        changed = {
+            text: now.changed(values) for text, values in _smaller(now).items() if text not in dict(helps)
+        }
         amounts = {text: estimate(other, sizes, longest).total for text, other in changed.items()}
         best = min(amounts, key=lambda text: amounts[text], default=None)
         if best is None or amounts[best] >= estimate(now, sizes, longest).total:
@@ -312,34 +323,26 @@ def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, 
     )
 
 
-def _smaller(recipe: Recipe) -> list[tuple[str, Recipe]]:
-    """Return settings that save memory, as text, each with the recipe that changes only that setting."""
-    policy, model, rollout = recipe.policy, recipe.policy.model, recipe.rollout
-    found: list[tuple[str, Recipe]] = []
-
-    def try_policy(text: str, **update: object) -> None:
-        found.append((text, recipe.model_copy(update={"policy": policy.model_copy(update=update)})))
-
+def _smaller(resolved: Resolved) -> dict[str, dict[str, Any]]:
+    """Return settings that save memory, as text, each with the values to change."""
+    policy, model, rollout = resolved.recipe.policy, resolved.recipe.policy.model, resolved.recipe.rollout
+    smaller = dict[str, dict[str, Any]]()
     if model.dtype == "float32":
-        narrow = model.model_copy(update={"dtype": "bfloat16"})
-        try_policy('policy.model.dtype = "bfloat16"', model=narrow)
+        smaller['policy.model.dtype = "bfloat16"'] = {"policy.model.dtype": "bfloat16"}
     if not policy.gradient_checkpointing:
-        try_policy("policy.gradient_checkpointing = true", gradient_checkpointing=True)
+        smaller["policy.gradient_checkpointing = true"] = {"policy.gradient_checkpointing": True}
     if model.adapter is None and model.path is not None:
-        light = model.model_copy(update={"adapter": AdapterConfig()})
-        try_policy(f"policy.model.adapter.rank = {AdapterConfig().rank}", model=light)
+        adapter = AdapterConfig()
+        smaller[f"policy.model.adapter.rank = {adapter.rank}"] = {"policy.model.adapter": adapter}
     if model.adapter is not None and model.adapter.base != "4bit":
         narrower = "int8" if model.adapter.base == "full" else "4bit"
-        light = model.model_copy(update={"adapter": model.adapter.model_copy(update={"base": narrower})})
-        try_policy(f'policy.model.adapter.base = "{narrower}"', model=light)
+        smaller[f'policy.model.adapter.base = "{narrower}"'] = {"policy.model.adapter.base": narrower}
     if policy.tokens_per_micro_batch > _FEW_TOKENS:
-        try_policy(f"policy.tokens_per_micro_batch = {_FEW_TOKENS}", tokens_per_micro_batch=_FEW_TOKENS)
-    if recipe.has_policy and (rollout.cache_gib is None or rollout.cache_gib > _SMALL_CACHE_GIB):
-        capped = rollout.model_copy(update={"cache_gib": _SMALL_CACHE_GIB})
-        found.append(
-            (f"rollout.cache_gib = {_SMALL_CACHE_GIB}", recipe.model_copy(update={"rollout": capped}))
-        )
-    return found
+        setting = "policy.tokens_per_micro_batch"
+        smaller[f"{setting} = {_FEW_TOKENS}"] = {setting: _FEW_TOKENS}
+    if resolved.has_policy and (rollout.cache_gib is None or rollout.cache_gib > _SMALL_CACHE_GIB):
+        smaller[f"rollout.cache_gib = {_SMALL_CACHE_GIB}"] = {"rollout.cache_gib": _SMALL_CACHE_GIB}
+    return smaller
 
 
 def rank_bytes(peaks: list[Peak], pool: str) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.errors import ModelError
+from rillflow.models.adapter_tokenizer import TEMPLATES, VOCABULARIES
 from rillflow.models.config import NewModel
 from rillflow.models.directory_checks import (
     WeightHeader,
@@ -29,8 +30,6 @@ from rillflow.models.directory_checks import (
     weight_headers,
 )
 
-_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
-_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 ALIKE = ("gemma", "gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 """Model types whose layers all have the same weights."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
@@ -169,10 +168,10 @@ def require_model_files(directory: Path) -> None:
     headers = weight_headers(directory)
     _require_layers(directory, config, [*headers])
     _require_embedding(directory, config, headers)
-    if not any(any(directory.glob(name)) for name in _VOCABULARIES):
+    if not any(any(directory.glob(name)) for name in VOCABULARIES):
         raise ModelError(
             f"the model {directory} has no tokeniser",
-            why=f"the directory has none of {', '.join(_VOCABULARIES)}",
+            why=f"the directory has none of {', '.join(VOCABULARIES)}",
             fix="put tokenizer.json and tokenizer_config.json beside the weights",
         )
 
@@ -220,10 +219,20 @@ def require_template(directory: Path) -> None:
 
 
 def _has_template(directory: Path) -> bool:
-    if any((directory / name).exists() for name in _TEMPLATES):
-        return True
+    return bool(template_text(directory))
+
+
+def template_text(directory: Path) -> str:
+    """Return the text of a directory's chat templates with the files around them; empty if it has none."""
+    texts = [
+        each.read_text("utf-8", "replace")
+        for name in TEMPLATES
+        for each in sorted(directory.glob(name) if "." in name else directory.glob(f"{name}/*"))
+        if each.is_file()
+    ]
     file = directory / "tokenizer_config.json"
-    return file.is_file() and bool(settings_in(file).get("chat_template"))
+    given = settings_in(file).get("chat_template") if file.is_file() else None
+    return "\n".join([*texts, *([str(given)] if given else [])])
 
 
 def _require_layers(directory: Path, config: Mapping[str, Any], names: Sequence[str]) -> None:

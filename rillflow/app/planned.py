@@ -1,6 +1,6 @@
 """Planned: apply a plan to a recipe's placement, or refuse a plan that cannot run.
 
-Plan ─┬─ settings_of ─> placement.pools, roles, grids, fused, freshness, oversampling, gathering, as --set
+Plan ─┬─ settings_of ─> placement.pools, roles, grids, fused, the schedule, as --set
       │                 writes them
       ├─ require_for ─> refuses a plan of another recipe, or a plan that no run supports yet
       └─ keep_plan ───> writes it to the run directory; returns whether the run is placed by it
@@ -8,35 +8,55 @@ Plan ─┬─ settings_of ─> placement.pools, roles, grids, fused, freshness,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from rillflow.app.recipe import LoadedRecipe
-from rillflow.config.load import parse_override
+from rillflow.app.resolved import Resolved
+from rillflow.config.load import parse_override, read_toml
 from rillflow.config.toml_text import inline_text
+from rillflow.controller.schedules.in_order import InOrder
 from rillflow.errors import ConfigError, PlanError, nearest
 from rillflow.placement.plan import GATHERED, SAMPLER, Plan, open_plan, plan_text
 from rillflow.runs import layout
 from rillflow.runs.evidence import Evidence
 from rillflow.workers.config import PlacementConfig
 
-_AHEAD = ("freshness", "oversample_prompts", "oversample_samples")
+_OVERSAMPLED = ("oversample_prompts", "oversample_samples")
+_ORDERS = {"ahead": ("freshness",), "tail_batching": _OVERSAMPLED, "gathering": GATHERED}
+"""Settings of a plan that choose the order of a step, by ``schedule.mode``."""
 PLANNED = (
     *map("placement.{}".format, ("pools", "roles", "train_parallel", "rollout_parallel", "fused")),
-    *map("algorithm.{}".format, _AHEAD),
-    *map("rollout.{}".format, GATHERED),
+    *(f"schedule.{key}" for keys in _ORDERS.values() for key in keys),
 )
 """Settings that a plan fixes."""
 PROCESSOR = "cpu"
 """Prefix of the names of devices that need no accelerator."""
 
 
-def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
+class Planning(Protocol):
+    """Predictions of a planner: the service ``planning`` of a plugin."""
+
+    def predict_placement(
+        self, loaded: Resolved, cluster: Path, lengths: Path | None, say: Callable[[str], None]
+    ) -> Plan:
+        """Return a recipe's own placement on a cluster with predicted seconds, for ``run --cluster``."""
+        ...
+
+
+def mode_of(recipe: Path) -> str:
+    """Return the ``schedule.mode`` that a recipe's file names, or the default."""
+    section = dict(read_toml(recipe)).get("schedule")
+    return str(section["mode"]) if isinstance(section, dict) and "mode" in section else InOrder().mode
+
+
+def settings_of(plan: Plan, overrides: Sequence[str], mode: str = "in_order") -> list[str]:
     """Return ``KEY=VALUE`` texts that place a recipe as the plan does.
 
     Args:
         plan: the plan to run.
         overrides: further overrides, which must not place anything.
+        mode: the recipe's own ``schedule.mode``; ready first stays with a plan that samples ahead.
 
     Raises:
         ConfigError: an override places something.
@@ -49,13 +69,16 @@ def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
                 why=f"the plan sets {', '.join(PLANNED)}",
                 fix="change the plan's file, or remove one of the two options",
             )
-    sections = [("algorithm", key) for key in _AHEAD] + [("rollout", key) for key in GATHERED]
-    changed = [(section, key) for section, key in sections if vars(plan)[key] != vars(Plan)[key]]
-    said = [f"{section}.{key}={inline_text(vars(plan)[key])}" for section, key in changed]
+    said = list[str]()
+    for order, keys in _ORDERS.items():
+        changed = [key for key in keys if vars(plan)[key] != vars(Plan)[key]]
+        if changed and not (order == "ahead" and mode == "ready_first"):
+            said.append(f'schedule.mode="{order}"')
+        said += [f"schedule.{key}={inline_text(vars(plan)[key])}" for key in changed]
     return [*said, *(f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items())]
 
 
-def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
+def require_for(plan: Plan, loaded: Resolved) -> None:
     """Refuse a plan of another recipe, or a plan that no run supports yet.
 
     Raises:
@@ -72,11 +95,11 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
             fix=f"make a plan with rillflow plan {loaded.path} --out FILE",
         )
     for name in plan.units:
-        if name not in (*recipe.roles, SAMPLER):
+        if name not in (*loaded.called, SAMPLER):
             raise PlanError(
                 f"the plan places {name!r}",
-                why=f"the roles of {loaded.path} are {', '.join(recipe.roles)}",
-                fix=nearest(name, recipe.roles),
+                why=f"the roles of {loaded.path} are {', '.join(loaded.called)}",
+                fix=nearest(name, loaded.called),
             )
 
 
@@ -121,9 +144,8 @@ def _not_yet(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield each part of a plan that no run supports yet, and why."""
     if plan.freshness % 1:
         yield f"has the freshness {plan.freshness:g}", "a run bounds the age of a row in whole versions"
-    if plan.streams or plan.publish_every:
-        streams = "a step's minibatches as they arrive" if plan.streams else "weights published within a step"
-        yield f"trains on {streams}", "a run trains on whole steps"
+    if plan.streams:
+        yield "trains on a step's minibatches as they arrive", "a run trains on whole steps"
     kinds = sorted({pool.machine_type for pool in plan.pools})
     if len(kinds) > 1:
         yield f"has the machine types {' and '.join(kinds)}", "all ranks of a run are on one machine type"

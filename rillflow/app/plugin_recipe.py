@@ -9,14 +9,15 @@ finds the function that loads it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from rillflow.app.any_recipe import AnyRecipe
 from rillflow.config.problems import together
+from rillflow.errors import RunDirectoryError
 from rillflow.runs import layout
 from rillflow.runs.json_lines import read_json
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from rillflow.runs.progress import Progress
     from rillflow.runs.run_directory import RunDirectory
     from rillflow.runs.summary import Summary
-    from rillflow.runs.trackers.process import Trackers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,15 @@ class OpenRun:
 class PluginRecipe(AnyRecipe, ABC):
     """A checked recipe of a plugin's kind; the commands treat it like a recipe of a language model."""
 
-    may_change: ClassVar[Sequence[str]] = ()
-    """Settings, or sections, that a resumed run may change."""
+    @property
+    def may_change(self) -> Sequence[str]:
+        """Settings, or sections, that a resumed run may change."""
+        return ()
+
+    @property
+    def suggested(self) -> Mapping[str, str]:
+        """Commands to suggest at the end of a run by their purpose, such as ``play it``."""
+        return {}
 
     @property
     @abstractmethod
@@ -89,11 +96,11 @@ class PluginRecipe(AnyRecipe, ABC):
     def check(self, *, every_setting: bool = False, runs_code: bool = True) -> Report:
         """Report everything that can be known before it runs."""
         from rillflow.app.check_report import Report
-        from rillflow.app.tracker_checks import look_at_trackers
+        from rillflow.app.preflight_checks import look_with_plugins
 
         report = Report()
         self.look(report, runs_code=runs_code)
-        report.attempt(look_at_trackers, self)
+        look_with_plugins(self, report)
         report.say("settings", self.setting_lines(every=every_setting))
         return report
 
@@ -113,7 +120,8 @@ class PluginRecipe(AnyRecipe, ABC):
         interruption: Interruption | None = None,
     ) -> Summary:
         """Run it to its end, from the newest checkpoint if there is one; see ``rillflow.app.launch``."""
-        from rillflow.app.launch import carry_out, restarted, say_summary
+        from rillflow.app.launch import carry_out, observers_of, restarted, say_summary
+        from rillflow.app.plugin_sections import as_kept, plugin_changes
         from rillflow.controller.interrupt import Interruption
         from rillflow.runs.progress import Progress
         from rillflow.runs.run_directory import RunDirectory, set_aside
@@ -127,7 +135,11 @@ class PluginRecipe(AnyRecipe, ABC):
                 raise together(problems, str(self.path))
             if fresh:
                 set_aside(path)
-            directory = stack.enter_context(RunDirectory.open(path, settings, may_change=self.may_change))
+            may_change = (*self.may_change, *plugin_changes())
+            directory = stack.enter_context(
+                RunDirectory.open(path, as_kept(settings, path), may_change=may_change)
+            )
+            self._require_no_fewer_steps()
             shown = stack.enter_context(
                 Progress(
                     total_steps={self.phase: self.steps},
@@ -137,16 +149,25 @@ class PluginRecipe(AnyRecipe, ABC):
                 )
             )
 
-            def train(trackers: Trackers) -> None:
-                once = partial(self._train, directory, shown, asked, command, trackers)
+            def train() -> None:
+                once = partial(self._train, directory, shown, asked, command)
                 restarted(once, self.recipe.run.restarts, directory, shown, asked)
 
-            trackers = self.recipe.run.trackers
-            carry_out(None if is_finished else train, directory, shown, asked, trackers, self.base)
+            watched = observers_of(self.recipe, self.base, directory, shown)
+            carry_out(None if is_finished else train, directory, shown, asked, watched)
             summary = summarise(path)
         if not quiet:
-            say_summary(summary, path)
+            say_summary(summary, path, self.suggested)
         return summary
+
+    def _require_no_fewer_steps(self) -> None:
+        made = max(layout.kept_steps(self.directory / layout.CHECKPOINTS), default=0)
+        if made > self.steps:
+            raise RunDirectoryError(
+                f"the recipe has {self.steps} steps, but {self.directory} has already made {made}",
+                why="a resume cannot undo steps",
+                fix="raise the number of steps, or choose another run directory",
+            )
 
     def _train(
         self,
@@ -154,7 +175,6 @@ class PluginRecipe(AnyRecipe, ABC):
         progress: Progress,
         asked: Interruption,
         command: Sequence[str],
-        trackers: Trackers,
         stack: ExitStack,
     ) -> None:
         from rillflow.app.launch import at_newest_checkpoint, underway
@@ -164,7 +184,7 @@ class PluginRecipe(AnyRecipe, ABC):
         after = checkpoint.step if checkpoint else 0
         start = environment(device="cpu", command=command)
         directory.log_start({**start, "base": str(self.base.absolute()), "after_step": after})
-        trackers.start()
+        directory.observers.start()
         opened = OpenRun(
             directory=directory,
             checkpoint=checkpoint,

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.bias_notes import bias_notes, look_at_comparisons
+from rillflow.app.any_recipe import AnyRecipe
+from rillflow.app.bias_notes import bias_notes, correction_notes, look_at_comparisons
 from rillflow.app.check_report import Report
 from rillflow.app.code_checks import (
     look_at_agent,
@@ -27,13 +28,11 @@ from rillflow.app.code_checks import (
     read_functions,
     say_left_out,
 )
-from rillflow.app.corrections import bound_notes, correction_notes
-from rillflow.app.default_pools import pool_notes, require_devices
-from rillflow.app.doctor import available_memory, cuda_devices, device_memory, machine_memory
 from rillflow.app.environment_check import look_at_environment
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.fused_checks import require_independent
+from rillflow.app.machine import available_memory, cuda_devices, device_memory, machine_memory
 from rillflow.app.memory import (
+    Peak,
     estimate,
     holds_whole,
     memory_lines,
@@ -44,9 +43,12 @@ from rillflow.app.memory import (
 )
 from rillflow.app.meshes import unfit
 from rillflow.app.model_files import require_adapter_fits, require_model_files, require_template
-from rillflow.app.recipe import Recipe
-from rillflow.app.resume import MAY_CHANGE, after, kill_cost, require_possible, resolved, run_state
-from rillflow.app.tracker_checks import look_at_trackers
+from rillflow.app.placement_needs import require_devices, require_independent
+from rillflow.app.plugin_sections import as_kept, plugin_changes
+from rillflow.app.plugins import installed, service
+from rillflow.app.resolved import Resolved
+from rillflow.app.resume import MAY_CHANGE, after, kill_cost, require_possible, run_config, run_state
+from rillflow.app.schedule_needs import bound_notes, pool_notes
 from rillflow.config.problems import together
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.directory_checks import require_ends
@@ -93,7 +95,6 @@ def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
         _look_at_memory,
         _look_at_scorers,
         _look_at_machine,
-        look_at_trackers,
         look_at_comparisons,
         look_at_agent if runs_code else read_agent,
         *([look_at_environment] if runs_code else []),
@@ -101,6 +102,14 @@ def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
     ]
     for check in checks:
         report.attempt(check, facts)
+    look_with_plugins(facts, report)
+
+
+def look_with_plugins(facts: RecipeFacts | AnyRecipe, report: Report) -> None:
+    """Run the checks that plugins bring, and add their results to a report."""
+    for plugin in installed().values():
+        if plugin.look is not None:
+            report.attempt(plugin.look, facts)
 
 
 def require_sound(facts: RecipeFacts) -> list[str]:
@@ -119,23 +128,21 @@ def require_sound(facts: RecipeFacts) -> list[str]:
 def _look_at_step(facts: RecipeFacts, report: Report) -> None:
     """Trace a custom algorithm's step; its file has usually loaded torch already."""
     if facts.recipe.chosen not in ALGORITHMS.values():
-        from rillflow.app.graphs import graphs, unpublished
+        from rillflow.app.graphs import unpublished
 
-        report.notes += filter(None, map(unpublished, graphs(facts.recipe)))
+        report.notes += filter(None, map(unpublished, facts.resolved.graphs))
 
 
 def _look_at_fused(facts: RecipeFacts, _report: Report) -> None:
     """Check that two fused updates do not need each other's results."""
     fused = facts.recipe.placement.fused
     if fused:
-        from rillflow.app.graphs import graphs
-
-        require_independent(fused, graphs(facts.recipe))
+        require_independent(fused, facts.resolved.graphs)
 
 
 def _look_at_engine(facts: RecipeFacts, report: Report) -> None:
     """Import an engine other than the native one, and check it."""
-    if facts.recipe.has_policy and facts.recipe.rollout.engine != NATIVE:
+    if facts.resolved.has_policy and facts.recipe.rollout.engine != NATIVE:
         from rillflow.app.engines import engine_notes
 
         report.notes += engine_notes(facts)
@@ -144,7 +151,7 @@ def _look_at_engine(facts: RecipeFacts, report: Report) -> None:
 def _look_at_settings(facts: RecipeFacts, report: Report) -> None:
     """Note defaults of a sampler that runs ahead, biases, and a multiplier that needs negative costs."""
     for notes_of in (pool_notes, correction_notes, bound_notes, bias_notes):
-        report.notes += notes_of(facts.recipe)
+        report.notes += notes_of(facts.resolved)
     settings = facts.recipe.algorithm.model_dump()
     if not settings.keys() >= {"cost_limit", "cost_margin"}:
         return
@@ -158,7 +165,7 @@ def _look_at_settings(facts: RecipeFacts, report: Report) -> None:
 
 def _look_at_data(facts: RecipeFacts, report: Report) -> None:
     recipe, task = facts.recipe, facts.task
-    report.say("data", _data_lines(recipe, task, report))
+    report.say("data", _data_lines(facts.resolved, task, report))
     drawn, there = recipe.algorithm.prompts_per_step, len(task.train)
     if drawn > MOST_REPEATS * there:
         raise ConfigError(
@@ -168,11 +175,18 @@ def _look_at_data(facts: RecipeFacts, report: Report) -> None:
         )
 
 
-def _data_lines(recipe: Recipe, task: Task, report: Report) -> list[str]:
+def _of_rows(resolved: Resolved) -> str:
+    """Say where the number of held-out rows comes from, if no setting names it."""
+    said = " (task.held_out is left out: a tenth of the rows, at most 500)"
+    return "" if resolved.names_held_out else said
+
+
+def _data_lines(resolved: Resolved, task: Task, report: Report) -> list[str]:
+    recipe = resolved.recipe
     judged = min(recipe.evaluate.problems, len(task.held_out))
-    word = "prompts" if recipe.has_policy else "pairs"
+    word = "prompts" if resolved.has_policy else "pairs"
     temperature = recipe.evaluate.temperature
-    how = f", answered at temperature {temperature:g}" if recipe.has_policy else ""
+    how = f", answered at temperature {temperature:g}" if resolved.has_policy else ""
     prompts = recipe.algorithm.steps * recipe.algorithm.prompts_per_step
     if recipe.algorithm.prompts_per_step > len(task.train):
         report.notes.append(
@@ -196,8 +210,9 @@ def _data_lines(recipe: Recipe, task: Task, report: Report) -> list[str]:
         )
     counts = [f"{judged:,} {word}", *sets] if judged else sets
     is_judged = bool(counts) and recipe.evaluate.problems > 0
+    held_out = f"{len(task.held_out):,} held out{_of_rows(resolved)}"
     return [
-        f"{task.name}: {len(task.train):,} {word} to train on, {len(task.held_out):,} held out, "
+        f"{task.name}: {len(task.train):,} {word} to train on, {held_out}, "
         f"{task.left_out:,} left out because they are held out too",
         f"the algorithm draws {prompts:,} {word}: {prompts / len(task.train):.1f} passes over the data",
         f"evaluated on {', '.join(counts)}{how}" if is_judged else "never evaluated",
@@ -226,7 +241,7 @@ def _look_at_model(facts: RecipeFacts, report: Report) -> None:
         report.say("model", [f"{name}: its size is unknown until it is loaded"])
     else:
         sizes = facts.sizes
-        if recipe.has_policy and limit >= sizes.context:
+        if facts.generates and limit >= sizes.context:
             raise ConfigError(
                 f"rollout.max_tokens is {limit} and the model's context is {sizes.context}",
                 why="the context holds prompt and answer",
@@ -241,8 +256,9 @@ def _look_at_model(facts: RecipeFacts, report: Report) -> None:
                 f"{sizes.experts:,} of the model's {sizes.parameters:,} parameters get no adapter: the "
                 "experts of a layer share one weight, and adapters stand beside linear layers"
             )
-    if facts.directory is not None and any(not isinstance(row.prompt, str) for row in _rows(facts)):
-        require_template(facts.directory)
+    folder = facts.tokenizer_directory
+    if folder is not None and any(not isinstance(row.prompt, str) for row in _rows(facts)):
+        require_template(folder)
 
 
 def _look_at_tokens(facts: RecipeFacts, report: Report) -> None:
@@ -257,9 +273,9 @@ def _look_at_tokens(facts: RecipeFacts, report: Report) -> None:
     tokenizer, limit = facts.model_input.tokenizer, recipe.rollout.max_tokens
     if sizes is not None:
         require_rows(tokenizer, sizes.vocabulary)
-        if recipe.has_policy:
+        if facts.generates:
             require_ends(tokenizer.stop_tokens, sizes.vocabulary)
-    if recipe.has_policy and not tokenizer.stop_tokens and not recipe.rollout.stop:
+    if facts.generates and not tokenizer.stop_tokens and not recipe.rollout.stop:
         report.notes.append(_NO_END.format(limit))
     encoded = facts.encoded
     assert encoded is not None, "the tokeniser is there"
@@ -267,10 +283,10 @@ def _look_at_tokens(facts: RecipeFacts, report: Report) -> None:
     report.notes += encoded.notes
     longest = max(encoded.train[recipe.chosen.data], key=lambda row: len(row.prompt) if row else 0)
     if longest is not None:
-        room = f" and rollout.max_tokens = {limit:,}" if recipe.has_policy else ""
+        room = f" and rollout.max_tokens = {limit:,}" if facts.generates else ""
         told = f"longest prompt: {len(longest.prompt):,} tokens{room} of {facts.model_input.context:,}"
         report.say("tokens", [f"{told}: {longest.example}"])
-        if sizes is not None and recipe.has_policy:
+        if sizes is not None and facts.generates:
             require_row(recipe, sizes, len(longest.prompt))
 
 
@@ -279,17 +295,17 @@ def _look_at_memory(facts: RecipeFacts, report: Report) -> None:
     if report.problems or facts.sizes is None or facts.longest is None:
         return
     recipe, sizes, longest = facts.recipe, facts.sizes, facts.longest
-    report.say("model", memory_lines(recipe, sizes, longest))
-    if not holds_whole(recipe) or recipe.placement.address is not None:
+    report.say("model", memory_lines(facts.resolved, sizes, longest))
+    if not holds_whole(facts.resolved) or recipe.placement.address is not None:
         return
     device = device_memory(recipe.run.device)
     if device is not None:
-        require_memory(recipe, sizes, longest, device, f"the device {recipe.run.device!r}")
+        require_memory(facts.resolved, sizes, longest, device, f"the device {recipe.run.device!r}")
         return
     there, free = machine_memory(), available_memory()
     if there is not None:
-        require_memory(recipe, sizes, longest, there, "this machine")
-    needed = estimate(recipe, sizes, longest).total
+        require_memory(facts.resolved, sizes, longest, there, "this machine")
+    needed = estimate(facts.resolved, sizes, longest).total
     if free is not None and needed > free and not recipe.run.device.startswith("cuda"):
         report.notes.append(f"the run needs about {size(needed)}, and {size(free)} of main memory are free")
 
@@ -298,9 +314,7 @@ def look_at_peaks(facts: RecipeFacts, report: Report) -> None:
     """Report the peak memory of every role from passes over fake tensors, which loads torch."""
     if report.problems:
         return
-    from rillflow.app.peak_memory import peaks_of
-
-    peaks = peaks_of(facts)
+    peaks: list[Peak] = service("peaks", "rillflow check --memory")(facts)
     if not peaks:
         raise ConfigError(
             "the memory of a rank cannot be computed",
@@ -316,14 +330,15 @@ def look_at_peaks(facts: RecipeFacts, report: Report) -> None:
 
 def look_at_run(facts: RecipeFacts, report: Report) -> None:
     """Report the state of the run directory, and what a resume would change."""
-    recipe, path = facts.recipe, Path(facts.recipe.run.dir or ".")
+    recipe, path = facts.recipe, facts.resolved.directory
     report.say("run directory", [run_state(path), kill_cost(recipe), *pin_notes(path)])
     if holds_step(path):
-        settings = resolved(recipe, facts.task, facts.base, facts.standing)
-        changed = allowed_changes(path, settings, (*MAY_CHANGE, *facts.standing.moved(path)))
-        require_possible(recipe, path, changed, facts.task)
+        settings = as_kept(run_config(facts.resolved, facts.task, facts.standing), path)
+        may_change = (*MAY_CHANGE, *plugin_changes(), *facts.standing.moved(path))
+        changed = allowed_changes(path, settings, may_change)
+        require_possible(facts.resolved, path, changed, facts.task)
         made = max(kept_steps(path / layout.CHECKPOINTS), default=0)
-        if made < recipe.total_steps:
+        if made < facts.resolved.total_steps:
             changes = [f"a resume changes, {after(made, change)}" for change in changed]
             report.say("run directory", changes)
 
@@ -348,7 +363,7 @@ def _look_at_machine(facts: RecipeFacts, report: Report) -> None:
                 why=f"this machine has {', '.join(names)}",
                 fix=f"{nearest(device, ['auto', *names])}; rillflow doctor lists the devices that torch sees",
             )
-    require_devices(recipe)
+    require_devices(facts.resolved)
     threads, cores = recipe.run.threads, usable_cores()
     if threads > cores:
         report.notes.append(

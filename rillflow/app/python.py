@@ -1,6 +1,6 @@
 """Python: start a run from a program or a notebook, with the same code as the command line.
 
-recipe, settings ─ load_recipe ─> Recipe ────┐
+recipe, settings ─ open_recipe ─> Resolved ──┐
 prompts, reward ─> Given ────────────────────┼─ launch ─> run directory ─> Run
 callbacks <─ StepResult, after every step ───┘
 """
@@ -18,7 +18,9 @@ from rillflow.algorithms.algorithm import Algorithm
 from rillflow.app.any_recipe import leaves
 from rillflow.app.facts import Given
 from rillflow.app.launch import launch
-from rillflow.app.recipe import KIND, LoadedRecipe, RecipeSource, load_recipe, open_recipe
+from rillflow.app.plugins import KIND
+from rillflow.app.recipe import RecipeSource, load_recipe, open_recipe
+from rillflow.app.resolved import Resolved
 from rillflow.app.run import Run
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import CallbackError, ConfigError, Interrupted, RewardError
@@ -26,11 +28,11 @@ from rillflow.records.metrics import Metrics
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.remote import is_url
 from rillflow.rewards.source import shipped
+from rillflow.runs.busy_machine import share_cores
 from rillflow.runs.error_lines import innermost_line
 from rillflow.runs.standard_streams import guarded_streams
 from rillflow.tasks.files import ENDINGS, GIVEN, Rows
 from rillflow.tasks.huggingface import HUB, relative_source
-from rillflow.workers.busy_machine import share_cores
 
 Reward: TypeAlias = Callable[..., Any] | str | Path
 """A function, or a text as in ``reward.function`` or ``reward.url``."""
@@ -94,15 +96,15 @@ def train(
     named, functions = _rewards(reward, base)
     over |= named if dir is None else {**named, "run.dir": str(dir)}
     opened, asked = open_recipe(recipe, over, algorithms), Interruption()
-    if isinstance(opened, LoadedRecipe) and rows is not None and not _holds_out(opened, recipe):
+    if isinstance(opened, Resolved) and rows is not None and not _holds_out(opened, recipe):
         over |= {"task.held_out": 0, "task.held_out_source": None}
         opened = load_recipe(recipe, over, algorithms)
     run = Run(opened.directory, asked)
     how: Any = {"fresh": fresh, "quiet": quiet, "told": _Callbacks(callbacks, run), "interruption": asked}
     try:
         with guarded_streams(goes_on=True):
-            if isinstance(opened, LoadedRecipe):
-                launch(opened.recipe, opened.base, given=Given(rows=rows, reward=functions), **how)
+            if isinstance(opened, Resolved):
+                launch(opened, given=Given(rows=rows, reward=functions), **how)
             else:
                 opened.run(**how)
     except Interrupted:
@@ -132,7 +134,7 @@ def _require_callable(callbacks: Sequence[object]) -> None:
             )
 
 
-def _holds_out(loaded: LoadedRecipe, recipe: object) -> bool:
+def _holds_out(loaded: Resolved, recipe: object) -> bool:
     """Return whether a setting for held-out rows applies to rows given in Python.
 
     It does in ``settings``, and in a dict that names no source. Others apply to the recipe's own source.

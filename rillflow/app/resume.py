@@ -1,36 +1,37 @@
 """Resume: the config that a run keeps, the changes that a resume allows, and the cost of a kill.
 
-recipe + data + sources ─ resolved ─> config.json ─ compared ─> Changes ─ require_possible ─> recorded
+Resolved + data + sources ─ run_config ─> config.json ─ compared ─> Changes ─ require_possible ─> recorded
+                                             └─ with_choices_of_run ─> Resolved of a resumed run
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rillflow.algorithms.algorithm import Algorithm
-from rillflow.algorithms.config import SampledConfig, is_ready_first
-from rillflow.app.consistency import inconsistencies
-from rillflow.app.default_pools import has_default_pools, on_pools
-from rillflow.app.device_defaults import values_of_run, with_values
-from rillflow.app.recipe import KIND, LoadedRecipe, Recipe, other_kind, recipe_class
-from rillflow.app.standing import NOTHING_TO_STAND_ON, StandsOn, at_places
-from rillflow.config.load import validate
-from rillflow.config.problems import together
+from rillflow.algorithms.config import SampledConfig
+from rillflow.app.any_recipe import AUTO
+from rillflow.app.consistency import require_consistent
+from rillflow.app.defaults import values_of_run
+from rillflow.app.environment_sources import environment_source
+from rillflow.app.plugin_sections import plugin_changes
+from rillflow.app.resolved import Resolved
+from rillflow.app.scorers import scorer
+from rillflow.app.sections import Recipe
+from rillflow.app.standing import NOTHING_TO_STAND_ON, StandsOn
+from rillflow.config.schema import value_of
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.errors import DataError, RunDirectoryError
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.remote import is_url
 from rillflow.runs import layout
 from rillflow.runs.changes import Change
 from rillflow.runs.evidence import Evidence, read_recovered
 from rillflow.runs.json_lines import JSON, encode, read_json
 from rillflow.runs.layout import kept_steps
-from rillflow.runs.run_data import RunData
+from rillflow.runs.old_settings import present
 from rillflow.runs.run_directory import holds_step
-from rillflow.serving.environments.source import parse_environment
 from rillflow.tasks.fingerprint import first_changed
 from rillflow.tasks.task import Task
 from rillflow.workers.config import PlacementConfig
@@ -40,7 +41,7 @@ _TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight
 _MEMORY = ("tokens_per_micro_batch", "gradient_checkpointing", "optimizer_dtype", "offload")
 _RUN = (
     *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "rollouts_every", "rollouts_share"),
-    *("max_skipped", "restarts", "stop_s", "dir", "device", "threads", "tags", "trackers"),
+    *("max_skipped", "restarts", "stop_s", "dir", "device", "threads", "tags"),
 )
 _REWARD = ("timeout_s", "memory_bytes", "workers", "max_failures")
 MAY_CHANGE = (
@@ -66,30 +67,29 @@ MAY_CHANGE = (
 
 _SAME_DECISIONS = (
     *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "restarts", "stop_s", "dir"),
-    *("tags", "trackers"),
+    "tags",
 )
 
 
 def keeps_decisions(key: str) -> bool:
     """Return whether a ready-first run with this setting changed may repeat its recorded decisions."""
-    return any(f"{key}.".startswith(f"run.{name}.") for name in _SAME_DECISIONS)
-
-
-BESIDE_SETTINGS = ("data", "sources", layout.BASES)
-"""Keys of a run directory's config in addition to the recipe's sections."""
+    names = (*map("run.{}".format, _SAME_DECISIONS), *plugin_changes())
+    return any(f"{key}.".startswith(f"{name}.") for name in names if name.startswith("run."))
 
 
 SEVERAL = "functions."
 """Beginning of the names of the sources of ``reward.functions``."""
 
 
-def resolved(
-    recipe: Recipe, task: Task, base: Path, standing: StandsOn = NOTHING_TO_STAND_ON
-) -> dict[str, Any]:
+def run_config(resolved: Resolved, task: Task, standing: StandsOn = NOTHING_TO_STAND_ON) -> dict[str, Any]:
     """Return a run directory's config: every setting, and digests of data, functions and models."""
-    sources = {setting: digest(text) for setting, text in sources_of(recipe, task, base).items()}
+    named = sources_of(resolved.recipe, task, resolved.base)
+    sources = {setting: digest(text) for setting, text in named.items()}
     data = {"rows": len(task.fingerprint.rows), "digest": task.digest}
-    return standing.config({**recipe.model_dump(mode="json"), "data": data, "sources": sources})
+    settings = resolved.recipe.model_dump(mode="json")
+    if not resolved.names_held_out:
+        settings["task"]["held_out"] = len(task.held_out)  # the number that was chosen, for every later use
+    return standing.config({**settings, "data": data, "sources": sources})
 
 
 def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
@@ -99,19 +99,21 @@ def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
         RewardError: a file is missing.
     """
     agent = recipe.rollout.agent
-    named = {"reward": recipe.reward.function, "cost": recipe.cost.function}
-    named["agent"] = agent.function if agent is not None else None
+    named = {"agent": agent.function if agent is not None else None}
     environment = recipe.rollout.environment
-    is_file = environment is not None and parse_environment(environment, base).is_own
+    is_file = environment is not None and environment_source(environment, base).is_own
     named["environment"] = environment.source if environment is not None and is_file else None
-    several = [text for text in recipe.reward.functions or {} if not is_url(text)]
-    named |= {f"{SEVERAL}{parse_function(text, base).name}": text for text in several}
-    files = {name: parse_function(text, base).file for name, text in named.items() if text is not None}
+    own = {name: parse_function(text, base) for name, text in named.items() if text is not None}
+    scoring = {"reward": recipe.reward.function, "cost": recipe.cost.function}
+    scorers = {name: scorer(text, base, recipe.reward) for name, text in scoring.items() if text is not None}
+    several = [scorer(text, base, recipe.reward) for text in recipe.reward.functions or {}]
+    scorers |= {f"{SEVERAL}{each.name}": each for each in several}
+    own = {**{name: each for name, each in scorers.items() if not each.address}, **own}
     given = {f"reward.{each.name}": each.text.encode() for each in task.reward if each.text}
-    return {**given, **{name: file.read_bytes() for name, file in files.items()}}
+    return {**given, **{name: each.text.encode() or each.file.read_bytes() for name, each in own.items()}}
 
 
-def with_choices_of_run(recipe: Recipe, run: Path) -> Recipe:
+def with_choices_of_run(resolved: Resolved, run: Path) -> Resolved:
     """Return the recipe with the choices that a run began with, for settings that the recipe leaves out.
 
     So a run that resumes on a machine with other devices keeps its data type, its learning rate, its ranks,
@@ -121,20 +123,27 @@ def with_choices_of_run(recipe: Recipe, run: Path) -> Recipe:
         RillflowError: the recipe contradicts the run's pools.
     """
     if not holds_step(run):
-        return recipe
-    config: Any = read_recovered(run, layout.CONFIG)
-    recipe = with_values(recipe, values_of_run(recipe, config))
-    if not has_default_pools(recipe.placement) or not recipe.placement.samples_apart:
-        return recipe
-    kept: Any = config["placement"]
-    pools = PlacementConfig.model_validate({name: kept[name] for name in ("pools", "roles")})
-    if not pools.samples_apart:
-        return recipe
-    recipe = on_pools(recipe, pools)
-    problems = inconsistencies(recipe)
-    if problems:
-        raise together(problems, "the recipe")
-    return recipe
+        return resolved
+    config: Any = present(read_recovered(run, layout.CONFIG))
+    values, origin = values_of_run(resolved, config), f"as {run} began"
+    differing = [key for key, value in values.items() if value != value_of(resolved.recipe, key)]
+    given = dict.fromkeys(differing, f"{AUTO}: {origin}")
+    if not resolved.names_held_out:
+        values["task.held_out"], given["task.held_out"] = config["task"]["held_out"], origin
+    pools = _pools_of_run(resolved, config)
+    resolved = resolved.changed({**values, **pools}, given)
+    return require_consistent(resolved) if pools else resolved
+
+
+def _pools_of_run(resolved: Resolved, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pools that a run chose for a sampler on its own ranks; empty if it chose none."""
+    names = ("pools", "roles")
+    if not all(resolved.is_open(f"placement.{name}") for name in names):
+        return {}
+    kept = PlacementConfig.model_validate({name: config["placement"][name] for name in names})
+    if not (resolved.recipe.placement.samples_apart and kept.samples_apart):
+        return {}
+    return {"placement.pools": kept.pools, "placement.roles": kept.roles}
 
 
 def digest(text: bytes) -> str:
@@ -199,7 +208,7 @@ def require_same_rows(task: Task, run: Path) -> None:
         )
 
 
-def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task: Task) -> None:
+def require_possible(resolved: Resolved, run: Path, changed: Iterable[Change], task: Task) -> None:
     """Refuse a change to an allowed setting whose new value is impossible.
 
     Raises:
@@ -208,10 +217,10 @@ def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task:
         DataError: a row of the run has changed or is missing; the message names it.
     """
     made = max(kept_steps(run / layout.CHECKPOINTS), default=0)
-    if made > recipe.total_steps:
+    if made > resolved.total_steps:
+        steps, total = resolved.recipe.algorithm.steps, resolved.total_steps
         raise RunDirectoryError(
-            f"algorithm.steps is {recipe.algorithm.steps}, {recipe.total_steps} with all phases, but "
-            f"{run} has already made {made}",
+            f"algorithm.steps is {steps}, {total} with all phases, but {run} has already made {made}",
             why="a resume cannot undo steps",
             fix="raise algorithm.steps, or choose another run directory",
         )
@@ -252,13 +261,13 @@ def run_state(path: Path) -> str:
     return f"{path}: resumes after step {max(steps)}"
 
 
-def is_finished(recipe: Recipe, run: Path) -> bool:
+def is_finished(resolved: Resolved, run: Path) -> bool:
     """Return whether a run has made the last step of its recipe, or ended early by the same patience."""
     mark = run / layout.FINISHED
     if not mark.is_file():
         return False
-    found, patience = read_json(mark), recipe.evaluate.patience
-    return found["steps"] == recipe.total_steps and found.get("patience", patience) == patience
+    found, patience = read_json(mark), resolved.recipe.evaluate.patience
+    return found["steps"] == resolved.total_steps and found.get("patience", patience) == patience
 
 
 def kill_cost(recipe: Recipe) -> str:
@@ -271,17 +280,17 @@ def kill_cost(recipe: Recipe) -> str:
     return f"a kill costs at most {' or '.join(parts)} of work, and the step in progress"
 
 
-def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
+def fresher_steps(resolved: Resolved, checkpoint: Checkpoint) -> str:
     """Return a note on the steps that fresher weights sample after a resume; empty if there are none.
 
     A finished run has sampled nothing ahead, and its older weights are gone. The same holds if a sampler has
     died. An interrupted run has sampled ahead, and its checkpoint keeps the rows.
     """
-    config, step = recipe.algorithm, checkpoint.step
-    begun = step > (recipe.warm_start.steps if recipe.warm_start is not None else 0)
-    if not isinstance(config, SampledConfig) or is_ready_first(config) or not (config.freshness and begun):
+    ahead, step = resolved.recipe.schedule.steps_ahead, checkpoint.step
+    begun = step > resolved.main.first
+    if not (ahead and begun):
         return ""
-    last = min(step + config.freshness, recipe.total_steps)
+    last = min(step + ahead, resolved.total_steps)
     if last <= step or checkpoint.sampled(step + 1):
         return ""
     which = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
@@ -294,27 +303,13 @@ def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
 def shorter_phase(recipe: Recipe, changes: Iterable[Change]) -> str:
     """Return a note on prompts that the end of a shorter phase chose; empty if there are none."""
     config = recipe.algorithm
-    before = [change.old for change in changes if change.key == "algorithm.steps"]
-    if not before or not isinstance(config, SampledConfig) or config.begun[0] <= config.prompts_per_step:
+    steps = [change.old for change in changes if change.key == "algorithm.steps"]
+    before = [number for number in steps if isinstance(number, int)]
+    if not before or not isinstance(config, SampledConfig):
         return ""
-    return (
-        f"; with algorithm.oversample_prompts = {config.oversample_prompts:g}, the last of the "
-        f"{before[0]} steps left no prompt for later. A run of {config.steps} steps from the start trains "
-        "other prompts there, so its results differ"
-    )
+    return recipe.schedule.shortened(config, before[0])
 
 
 def after(step: int, change: Change) -> str:
     """Describe a change and the first step that it applies to."""
     return f"from step {step + 1} on, {change}"
-
-
-def recipe_of(data: RunData, algorithms: Sequence[Algorithm] = ()) -> LoadedRecipe:
-    """Return the recipe that a run directory keeps, with the folder of its file if the run recorded it."""
-    if KIND in data.config:
-        raise other_kind(str(data.path))
-    kept = {name: value for name, value in data.config.items() if name not in BESIDE_SETTINGS}
-    base = data.starts[-1].get("base") if data.starts else None
-    recipe = validate(recipe_class(algorithms), kept, str(data.path))
-    recipe = at_places(recipe, data.path, is_strict=False)
-    return LoadedRecipe(recipe=recipe, path=data.path, base=Path(str(base or "")), given={})

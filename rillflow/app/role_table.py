@@ -1,9 +1,10 @@
 """Role table: each role's class, its section of the recipe, and the model it starts from.
 
-    ROLES, SCORERS, an algorithm's ``brings`` ─ roles_of(recipe) ─> the roles that take part, each a RoleSpec
-        check, consistency   sections that nothing reads, impossible placements
-        graphs               the endpoints a step may call
-        RoleGroups           when and on which grid a role is made; which roles are trained and checkpointed
+    ROLES, SCORERS, an algorithm's ``brings`` ─ table_of ─> every role that there may be
+        calls of the steps ─ roles_of ─> Resolved.roles: the roles that take part, each a RoleSpec
+            check, contradictions  sections that nothing reads, impossible placements
+            graphs                 the endpoints a step may call
+            RoleGroups             when and on which grid a role is made; which roles are in checkpoints
 
 A shipped role is a class of ``rillflow.roles`` whose ``make`` takes a RoleSetting, and a row of the table.
 Nothing heavy is imported until a row's class is loaded.
@@ -11,17 +12,17 @@ Nothing heavy is imported until a row's class is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rillflow.app.sections import Recipe
 from rillflow.errors import ConfigError, nearest
 from rillflow.workers.config import SAMPLER
 
 if TYPE_CHECKING:
-    from rillflow.app.recipe import Recipe
     from rillflow.workers.endpoint import Endpoint
 
 EVAL_REWARD = "eval_reward"
@@ -66,7 +67,7 @@ class RoleSpec:
     has_replicas: bool = False
     """Whether its ranks are replicas without collectives among them; the sampler's tp groups count as one."""
     joins: Callable[[Recipe], bool] = lambda _: False
-    """Whether the role takes part although no step calls it."""
+    """Whether the role takes part beside a policy although no step calls it."""
 
     @property
     def is_model(self) -> bool:
@@ -107,12 +108,12 @@ class RoleSpec:
         return found
 
 
-def _samples(recipe: Recipe) -> bool:
-    return recipe.has_policy
+def _always(_: Recipe) -> bool:
+    return True
 
 
 def _scores_by_model(recipe: Recipe) -> bool:
-    return recipe.has_policy and (recipe.reward.model is not None or recipe.reward.judge is not None)
+    return recipe.reward.model is not None or recipe.reward.judge is not None
 
 
 _TRAINED: dict[str, Any] = {"section": "policy", "start": Start.SECTION, "is_trained": True}
@@ -122,19 +123,19 @@ _FUNCTION: dict[str, Any] = {"role": "reward:Reward", "section": "reward", **_CA
 ROLES: Mapping[str, RoleSpec] = {
     "policy": RoleSpec(role="policy:Policy", **_TRAINED),
     SAMPLER: RoleSpec(
-        role="sampler:Sampler", section="rollout", start=Start.POLICY, has_replicas=True, joins=_samples
+        role="sampler:Sampler", section="rollout", start=Start.POLICY, has_replicas=True, joins=_always
     ),
     "reference": RoleSpec(role="policy:Reference", start=Start.PHASE),
     "critic": _CRITIC,
     "cost_critic": _CRITIC,
-    "reward": RoleSpec(**_FUNCTION, joins=_samples),
+    "reward": RoleSpec(**_FUNCTION, joins=_always),
     EVAL_REWARD: RoleSpec(**_FUNCTION, joins=_scores_by_model),
     "cost": RoleSpec(role="reward:Cost", section="cost", **_CALLED),
     "reward_model": RoleSpec(role="scalar_roles:RewardModel", **_TRAINED),
     "judge": RoleSpec(role="judge:Judge", **_TRAINED),
 }
 """The shipped roles by name."""
-_REWARD: dict[str, Any] = {"section": "reward", "start": Start.NAMED, "joins": _samples}
+_REWARD: dict[str, Any] = {"section": "reward", "start": Start.NAMED, "joins": _always}
 SCORERS: Mapping[str, RoleSpec] = {
     "cost.model": RoleSpec(
         role="scalar_roles:SafetyCostModel", section="cost", start=Start.NAMED, has_replicas=True
@@ -175,25 +176,23 @@ def table_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
     return found
 
 
-def roles_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
+def roles_of(recipe: Recipe, table: Mapping[str, RoleSpec], called: Sequence[str]) -> dict[str, RoleSpec]:
     """Return the roles that take part: the roles that steps call, in order, and the roles that join them.
+
+    Args:
+        recipe: the settings.
+        table: every role that there may be; see ``table_of``.
+        called: the roles that the steps call.
 
     Raises:
         ConfigError: a step calls a role that is neither shipped nor brought.
     """
-    table = table_of(recipe)
-    for role in recipe.roles:
+    for role in called:
         if role not in table:
             raise ConfigError(
                 f"the step of {recipe.algorithm.name} calls flow.{role}, but there is no role {role!r}",
                 why=f"the roles are {', '.join(table)}",
                 fix=f"{nearest(role, table)}; Algorithm(brings=...) adds a role",
             )
-    joined = [role for role, spec in table.items() if spec.joins(recipe)]
-    return {role: table[role] for role in dict.fromkeys([*recipe.roles, *joined])}
-
-
-def model_roles(recipe: Recipe, roles: Iterable[str]) -> list[str]:
-    """Return the roles among ``roles`` that are models."""
-    table = table_of(recipe)
-    return [role for role in roles if table[role].is_model]
+    joined = [role for role, spec in table.items() if "policy" in called and spec.joins(recipe)]
+    return {role: table[role] for role in dict.fromkeys([*called, *joined])}

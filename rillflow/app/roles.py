@@ -9,19 +9,21 @@ The reference of the second phase is the policy that the first phase left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import Any
 
-from rillflow.algorithms.config import is_ready_first
+from rillflow.app.engine_sources import engine_source
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
-from rillflow.app.recipe import Recipe
-from rillflow.app.role_table import EVAL_REWARD, RoleSpec, Start, roles_of
+from rillflow.app.plugin_sections import own_settings, sections_for_ranks
+from rillflow.app.plugins import service
+from rillflow.app.resolved import Resolved
+from rillflow.app.role_table import EVAL_REWARD, Start
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.weight_sync import WeightSync
@@ -31,15 +33,17 @@ from rillflow.placement.mesh import Mesh
 from rillflow.rewards.function import FunctionPath
 from rillflow.roles.setting import RoleSetting, made
 from rillflow.roles.trained_role import TrainedRole
+from rillflow.rollout.config import RolloutConfig
 from rillflow.runs import layout
 from rillflow.runs.layout import checkpoint_folders
 from rillflow.sharding.layout import generation_mesh
 from rillflow.training.config import TrainConfig
 from rillflow.training.skipping import leave_out
+from rillflow.workers.awaited import Replies
 from rillflow.workers.backend import Backend, Place, Pool, Replacement
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.group import Group
-from rillflow.workers.pending import Pending, Replies
+from rillflow.workers.pending import Pending
 
 
 class RoleGroups:
@@ -57,21 +61,22 @@ class RoleGroups:
     ) -> None:
         recipe, self._base = facts.recipe, facts.base.absolute()
         self._facts, self._recipe, self._run, self._backend = facts, recipe, run.absolute(), backend
-        self._specs = roles_of(recipe)
+        self._engine = engine_source(recipe.rollout.engine)
+        self._specs = facts.resolved.roles
         self._groups: dict[str, Group] = {}
         self._settings: dict[str, Callable[..., RoleSetting]] = {}
         self.executor = GroupExecutor(self._groups, backend)
         self.delivery: WeightSync | None = None
         """WeightSync to a sampler on its own ranks; None if it shares the policy's ranks."""
-        role, model, done = recipe.trained_role, facts.model, 0
+        role, model, done = facts.resolved.trained_role, facts.model, 0
         if checkpoint is not None:
             model = self._directory(checkpoint.model(role))
-            done = checkpoint.state["version" if recipe.has_policy else "done"]
+            done = checkpoint.state["version" if facts.resolved.has_policy else "done"]
         self._model_input: ModelInput | None = None
-        here = recipe.has_policy and not recipe.placement.samples_apart
+        here = facts.resolved.has_policy and not recipe.placement.samples_apart
         generate = self._generate_mesh() if here else None
         self._start(role, model=model, version=done, generate=generate)
-        if recipe.has_policy:
+        if facts.resolved.has_policy:
             self._start_sampler(model)
         found = self.executor.on_first_rank(role, TrainedRole.model_input)
         self._model_input = found.read(recipe.placement.deadline_s)
@@ -132,8 +137,8 @@ class RoleGroups:
             drafts = self._run / layout.BUNDLES / layout.DRAFT
             self.executor.on_all_ranks(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
         if self.delivery is not None and plan.evaluated:
-            by_readiness = is_ready_first(plan.config)
-            self.delivery.begin(is_ahead=plan.freshness > 0 or by_readiness, keeps_initial=by_readiness)
+            order = plan.schedule
+            self.delivery.begin(is_ahead=order.is_beside, keeps_initial=order.is_by_group)
         return trained
 
     def trained(self, plan: PhasePlan) -> tuple[str, ...]:
@@ -142,7 +147,7 @@ class RoleGroups:
 
     def moving(self, plan: PhasePlan) -> tuple[str, ...]:
         """Return the roles of a phase that are not trained but change; checkpoints hold them too."""
-        called = plan.algorithm.listened(plan.config).calls
+        called = plan.heard.calls
         return tuple(role for role in plan.roles if f"{role}.follow" in called)
 
     def _start(self, role: str, lies: Mesh | None = None, of: str = "", **given: Any) -> None:
@@ -167,7 +172,11 @@ class RoleGroups:
             device=self._backend.devices[pool],
             threads=recipe.run.threads,
             seed=recipe.run.seed,
-            rollout=recipe.rollout,
+            rollout=own_settings(recipe.rollout, RolloutConfig),
+            engine=self._engine.path,
+            engine_options=self._engine.options,
+            sections=sections_for_ranks(recipe),
+            environment=self._facts.environment,
             task=recipe.task,
             limits=recipe.reward,
             sizes=sizes if role == SAMPLER else replace(sizes, dp=world // (sizes.pp * sizes.tp)),
@@ -190,12 +199,14 @@ class RoleGroups:
     def _start_sampler(self, model: ModelConfig) -> None:
         """Make the sampler on the policy's ranks, or on other ranks that the policy sends weights to."""
         placement, mesh = self._recipe.placement, self._generate_mesh()
+        has_agent = self._recipe.rollout.agent is not None
+        wrap = service("rollout.agent", "rollout.agent") if has_agent else None
         if not placement.samples_apart:
-            self._start(SAMPLER, mesh, of="policy")
+            self._start(SAMPLER, mesh, of="policy", wrap=wrap)
             return
         first = placement.mesh_of("policy").ranks
         counted = Mesh(axes=mesh.axes, ranks=tuple(first + rank for rank in mesh.ranks))
-        self._start(SAMPLER, mesh, of="policy", model=model, generate=counted)
+        self._start(SAMPLER, mesh, of="policy", model=model, generate=counted, wrap=wrap)
         self.delivery = WeightSync(self.executor, placement.deadline_s)
 
     @property
@@ -239,7 +250,7 @@ class RoleGroups:
         setting = self._settings[SAMPLER]
         newest = next(iter(checkpoint_folders(self._run / layout.CHECKPOINTS)), None)
         if newest is not None:  # the checkpoint that the run began with may be gone; weights are sent anyway
-            setting = partial(setting, model=self._directory(newest / self._recipe.trained_role))
+            setting = partial(setting, model=self._directory(newest / self._facts.resolved.trained_role))
         factory = partial(made, self._specs[SAMPLER].make, setting)
         yield (replies := group.begin_restart(ranks, factory))
         replies.read(placement.load_s)
@@ -278,30 +289,32 @@ class RoleGroups:
         return ModelConfig(path=str(path.absolute()), dtype=self._recipe.policy.model.dtype)
 
 
-def pools_of(recipe: Recipe) -> list[Pool]:
+def pools_of(resolved: Resolved) -> list[Pool]:
     """Return the pools, with their worlds, and whether a role in them computes on a device.
 
     Reward functions need no device.
     """
-    placement, specs = recipe.placement, roles_of(recipe)
-    taking = {placement.pool_of(role) for role, spec in specs.items() if spec.start is not Start.FUNCTIONS}
+    placement = resolved.recipe.placement
+    taking = {
+        placement.pool_of(role) for role, spec in resolved.roles.items() if spec.start is not Start.FUNCTIONS
+    }
     return [
-        Pool(name=name, size=size, takes_device=name in taking, world=_world(recipe, name, specs))
+        Pool(name=name, size=size, takes_device=name in taking, world=_world(resolved, name))
         for name, size in placement.pools.items()
     ]
 
 
-def _world(recipe: Recipe, pool: str, specs: Mapping[str, RoleSpec]) -> int:
+def _world(resolved: Resolved, pool: str) -> int:
     """Return the number of ranks of a replica, if all roles of a pool consist of replicas; else 0.
 
     The ranks of a judge divide its work among them, so its replicas work alone only where they take groups
     one by one: if the step takes the groups that are ready first.
     """
-    placement, sizes = recipe.placement, [1]
-    for role, spec in specs.items():
+    placement, sizes = resolved.recipe.placement, [1]
+    for role, spec in resolved.roles.items():
         if placement.pool_of(role) != pool:
             continue
-        if not (spec.has_replicas or (spec.start is Start.NAMED and is_ready_first(recipe.algorithm))):
+        if not (spec.has_replicas or (spec.start is Start.NAMED and resolved.recipe.schedule.is_by_group)):
             return 0
         if role == SAMPLER:
             sizes.append(placement.generate_tp)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rillflow.app.plugins import predict_steps
+from rillflow.app.plugins import service
 from rillflow.app.trained import model_directory
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import RunDirectoryError
@@ -26,16 +26,12 @@ from rillflow.runs.reader import (
     require_run,
     rollout_columns,
 )
-from rillflow.runs.report.curves import cards
-from rillflow.runs.report.html import el, page
-from rillflow.runs.report.write import write_report
 from rillflow.runs.rollouts import RolloutRecord
-from rillflow.runs.run_data import load
 
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
-    from rillflow.app.ask import Question, Respondent
-    from rillflow.app.replay import Replayed
+    from rillflow.app.reports import RunReports
+    from rillflow.tasks.example import Message
 
 
 class Run:
@@ -56,7 +52,7 @@ class Run:
         self.is_stopped = False
         """Whether ``stop`` was called."""
         self._interruption = interruption
-        self._respondents: dict[str, Respondent] = {}
+        self._respondents: dict[str, Answers] = {}
 
     def __repr__(self) -> str:
         made = max((each["step"] for each in self.metrics), default=0)
@@ -64,8 +60,8 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the report's first two curves, for notebooks."""
-        shown = page(str(self.path), [el("div", cards(load(self.path))[:2], class_="grid-cards")])
-        return el("iframe", srcdoc=shown, style="width: 100%; height: 25em; border: 0")
+        reports: RunReports = service("reports", "a notebook")
+        return reports.curves(self.path)
 
     @property
     def is_finished(self) -> bool:
@@ -114,7 +110,9 @@ class Run:
         """
         return model_directory(self.path, role, best_step(self.path) if best else step)
 
-    def ask(self, question: Question, *, step: int | None = None, best: bool = False, **how: Any) -> str:
+    def ask(
+        self, question: str | Sequence[Message], *, step: int | None = None, best: bool = False, **how: Any
+    ) -> str:
         """Return the policy's answer to a question, which is a text or a tuple of messages.
 
         Args:
@@ -123,19 +121,17 @@ class Run:
             best: use the checkpoint with the highest held-out mean reward.
             how: ``temperature`` (0), ``max_tokens``, ``system`` and ``seed``; see ``Respondent``.
         """
-        from rillflow.app.ask import Respondent
-
         folder = self.checkpoint(step, best=best).parent
         chat = not isinstance(question, str)
         key = f"{folder} {chat} {sorted(how.items())}"
         if key not in self._respondents:  # keep one model: the next question is usually for the same
             step = int(folder.name.removeprefix("step-"))
-            self._respondents = {key: Respondent(self.path, step=step, chat=chat, **how)}
+            self._respondents = {key: service("answers", "Run.ask")(self.path, step=step, chat=chat, **how)}
         return self._respondents[key].answer(question if isinstance(question, str) else tuple(question))
 
     def replay(
         self, step: int | None = None, settings: Sequence[str] = (), algorithms: Sequence[Algorithm] = ()
-    ) -> Replayed:
+    ) -> ReplayResult:
         """Re-run the step, or every step, and compare it with its record; see ``rillflow replay``.
 
         Args:
@@ -143,13 +139,13 @@ class Run:
             settings: ``KEY=VALUE`` texts that change settings for the replay.
             algorithms: your own algorithms, which the run's recipe names.
         """
-        from rillflow.app.replay import replay
-
-        return replay(self.path, step, settings=settings, algorithms=algorithms)
+        result: ReplayResult = service("replay", "Run.replay")(self.path, step, settings, algorithms)
+        return result
 
     def report(self) -> Path:
         """Write ``report.html`` and return its path."""
-        return write_report(self.path, predict_steps())
+        reports: RunReports = service("reports", "Run.report")
+        return reports.write(self.path)
 
     def stop(self) -> None:
         """End the run after the current step, with a checkpoint; for callbacks and other threads.
@@ -164,6 +160,29 @@ class Run:
                 fix=f"send SIGTERM to the process that {self.path / layout.LOCK} names, if it still runs",
             )
         self._interruption.requested = self.is_stopped = True
+
+
+class Answers(Protocol):
+    """The model of a run, ready to answer."""
+
+    def answer(self, question: str | tuple[Message, ...]) -> str:
+        """Return the answer to a question."""
+
+
+class ReplayResult(Protocol):
+    """Result of ``Run.replay``."""
+
+    @property
+    def difference(self) -> object | None:
+        """The first value that differs; None if all compared values are equal."""
+
+    @property
+    def steps(self) -> Sequence[object]:
+        """Compared steps in order, up to the first difference."""
+
+    @property
+    def reasons(self) -> Sequence[str]:
+        """Facts that may explain the difference."""
 
 
 def open_run(path: str | Path) -> Run:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rillflow.app.recipe import Recipe
+from rillflow.app.resolved import Resolved
 from rillflow.app.trained import named_model
 from rillflow.config.user_paths import expanded
 from rillflow.errors import ModelError, RunDirectoryError
@@ -57,10 +57,6 @@ class StandsOn:
     """Paths that the config has, by setting."""
     bases: Mapping[str, Sequence[Base]] = field(default_factory=dict)
     """Name and digest of each model in a local directory, by key of ``SETTINGS``."""
-
-    def recipe(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the paths to read from."""
-        return _placed(recipe, self.places)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return a run's config with the names and the bases."""
@@ -113,12 +109,11 @@ class _Kept:
         return _value(self.config, setting)
 
 
-def standing_of(recipe: Recipe, base: Path, run: Path | None, pins: Pins | None = None) -> StandsOn:
+def standing_of(resolved: Resolved, run: Path | None, pins: Pins | None = None) -> StandsOn:
     """Return the models that a run of a recipe stands on.
 
     Args:
-        recipe: the checked settings.
-        base: the recipe's folder.
+        resolved: the recipe.
         run: directory of a run that has made a step, whose models are kept; None for a new run.
         pins: keeps checkpoints of runs that train on; None to write nothing.
 
@@ -126,7 +121,7 @@ def standing_of(recipe: Recipe, base: Path, run: Path | None, pins: Pins | None 
         ModelError: a model that the run stands on is gone, or another one is in its place.
         RunDirectoryError: a run that the recipe names has no checkpoint, or no such model.
     """
-    kept, data = _Kept.of(run), recipe.model_dump()
+    kept, data, base = _Kept.of(run), resolved.recipe.model_dump(), resolved.base
     places, names, bases = dict[str, str](), dict[str, str](), dict[str, Sequence[Base]]()
     for key, setting in SETTINGS.items():
         written = _value(data, setting)
@@ -140,8 +135,8 @@ def standing_of(recipe: Recipe, base: Path, run: Path | None, pins: Pins | None 
     return StandsOn(places=places, names=names, bases=bases)
 
 
-def at_places(recipe: Recipe, run: Path, *, is_strict: bool = True) -> Recipe:
-    """Return a recorded recipe of a run with the places where its models are now.
+def places_of(run: Path, *, is_strict: bool = True) -> dict[str, str]:
+    """Return the places where the models that a run has recorded are now, by setting.
 
     Raises:
         ModelError: ``is_strict``, and a model is gone, or another one is in its place.
@@ -153,7 +148,7 @@ def at_places(recipe: Recipe, run: Path, *, is_strict: bool = True) -> Recipe:
         except ModelError:
             if is_strict:
                 raise
-    return _placed(recipe, places)
+    return places
 
 
 def bases_of_run(run: Path) -> Mapping[str, Sequence[Base]]:
@@ -233,19 +228,6 @@ def _chain(key: str, place: str, base: Path, kept: _Kept, pins: Pins | None) -> 
             )
         chain.append(base_at(link, before[index].digest if index < len(before) else ""))
     return chain
-
-
-def _placed(recipe: Recipe, places: Mapping[str, str]) -> Recipe:
-    """Return the recipe with other model paths, by setting."""
-    for setting, path in places.items():
-        recipe = _with(recipe, setting.split("."), path)
-    return recipe
-
-
-def _with(section: Any, place: Sequence[str], value: str) -> Any:
-    name, *rest = place
-    inner = vars(section)[name]
-    return section.model_copy(update={name: _with(inner, rest, value) if rest else value})
 
 
 def _digests(chain: Sequence[Base]) -> list[str]:

@@ -1,23 +1,21 @@
 """Trained: find the models that a run has trained so far, by role.
 
 run directory ─ newest whole checkpoint, or the one of a step ─> the role's Hugging Face directory
-                                                    an adapter there ─ write_merged ─> a plain model
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
+from rillflow.app.plugins import KIND, other_kind
 from rillflow.config.user_paths import expanded
 from rillflow.controller.checkpoint import latest_checkpoint
-from rillflow.errors import ModelError, RunDirectoryError
+from rillflow.errors import RunDirectoryError
 from rillflow.runs import layout
-from rillflow.runs.durable import write_error
 from rillflow.runs.layout import checkpoint_step, kept_steps
+from rillflow.runs.reader import read_config
 
 
 def model_directory(run: Path, role: str, step: int | None = None) -> Path:
@@ -25,8 +23,17 @@ def model_directory(run: Path, role: str, step: int | None = None) -> Path:
 
     Raises:
         RunDirectoryError: there is no such checkpoint, or the run trains no such role.
+        ConfigError: the run trains no language model.
     """
+    _require_language_model(run)
     return _of_role(run, _checkpoint(run, step), role)
+
+
+def _require_language_model(run: Path) -> None:
+    has_config = layout.is_run_directory(run) and (run / layout.CONFIG).is_file()
+    config = read_config(run) if has_config else {}
+    if KIND in config:
+        raise other_kind(run, config[KIND])
 
 
 def _of_role(run: Path, checkpoint: Path, role: str) -> Path:
@@ -61,6 +68,7 @@ def named_model(
     run = base / expanded(path or "")
     if path is None or not layout.is_run_directory(run):
         return path
+    _require_language_model(run)
     step = max(kept_steps(run / layout.CHECKPOINTS), default=None)
     while True:
         if step is not None and not hold(run, step):
@@ -79,56 +87,9 @@ def newest_model(path: str, base: Path, role: str) -> str:
     run = base / expanded(path)
     if not layout.is_run_directory(run):
         return path
+    _require_language_model(run)
     newest = next(iter(layout.checkpoint_folders(run / layout.CHECKPOINTS)), None)
     return path if newest is None else str(newest / role)
-
-
-def write_merged(
-    source: Path,
-    out: Path,
-    dtype: Literal["float32", "bfloat16"],
-    base: Literal["trained", "full"] = "trained",
-) -> None:
-    """Write a plain model from an adapter and its base.
-
-    Args:
-        source: the adapter's directory, or the run whose policy it is.
-        out: the directory to write; it must not exist.
-        dtype: dtype of the weights.
-        base: for a quantised base, ``trained`` merges into the dequantised weights that the adapter was
-            trained with, ``full`` into the directory's own weights.
-
-    Raises:
-        ModelError: there is no adapter, or its base is missing.
-        RunDirectoryError: the run has no checkpoint, or the directory exists or cannot be written.
-    """
-    from rillflow.models.adapters import merge, restore
-    from rillflow.models.config import ModelConfig
-    from rillflow.models.language_model import choose_device, load_model, save_model
-
-    folder = model_directory(source, "policy") if layout.is_run_directory(source) else source
-    if out.exists():
-        raise RunDirectoryError(
-            f"{out} already exists",
-            why="existing files are never overwritten",
-            fix="choose another directory",
-        )
-    config = ModelConfig(path=str(folder.absolute()), dtype=dtype)
-    how: dict[str, Any] = {"seed": 0, "device": choose_device("cpu"), "base": Path()}
-    model = load_model(config, **how)
-    if model.adapter is None:
-        raise ModelError(f"{folder} holds a whole model", why="it has no adapter to merge")
-    full = (
-        load_model(ModelConfig(path=model.adapter.base, dtype=dtype), **how).module
-        if base == "full"
-        else None
-    )
-    restore(model.module, model.module.dtype, full and dict(full.named_parameters()))
-    merge(model.module)
-    try:
-        save_model(replace(model, adapter=None), out)
-    except OSError as error:
-        raise write_error(out, error) from error
 
 
 def _checkpoint(run: Path, step: int | None, before: float = math.inf) -> Path:

@@ -28,7 +28,7 @@ def explain_failure(error: BaseException, *, debug: bool) -> int:
     elif isinstance(error, KeyboardInterrupt):
         number = signal_of(error)
         by = "" if number == signal.SIGINT else f" by {signal_name(number)}"
-        print(f"interrupted{by}; everything up to the last checkpoint is kept", file=sys.stderr)
+        print(f"interrupted{by}; a run keeps everything up to its last checkpoint", file=sys.stderr)
     elif own:
         print(
             f"error: {visible(''.join(traceback.format_exception_only(error))).strip()}\n"

@@ -24,20 +24,20 @@ S = TypeVar("S", bound=Section)
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file.
+def read_toml(path: Path, kind: str = "recipe") -> dict[str, Any]:
+    """Return the tables of a TOML file; ``kind`` names the file in errors.
 
     Raises:
         ConfigError: the file is missing, not a regular file, not UTF-8 or not TOML; with line and column.
     """
-    text = _decoded(path, _content(path))
+    text = _decoded(path, _content(path, kind))
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _syntax_error(path, text, str(error)) from error
     except RecursionError as error:
         raise ConfigError(
-            f"{path} is not a recipe", why="its lists or tables are nested too deeply"
+            f"{path} is not a {kind}", why="its lists or tables are nested too deeply"
         ) from error
 
 
@@ -69,12 +69,12 @@ def _with_tuples(value: Any) -> Any:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, kind: str) -> bytes:
     if path.is_dir():
         inside = sorted(path.glob("*.toml"))
         raise ConfigError(
             f"{path} is a directory",
-            why="a recipe is a TOML file",
+            why=f"a {kind} is a TOML file",
             fix=f"give {inside[0]}" if inside else "give the TOML file's path",
         )
     if not path.exists():
@@ -82,10 +82,10 @@ def _content(path: Path) -> bytes:
         raise ConfigError(
             f"{path} does not exist",
             why=f"{path.absolute().parent} has no {path.name!r}",
-            fix=f"in that folder: {nearest(path.name, beside)}" if beside else "give the path of a recipe",
+            fix=f"in that folder: {nearest(path.name, beside)}" if beside else f"give the path of a {kind}",
         )
     if not path.is_file():
-        raise ConfigError(f"{path} is not a regular file", why="a recipe is a TOML file")
+        raise ConfigError(f"{path} is not a regular file", why=f"a {kind} is a TOML file")
     try:
         return path.read_bytes()
     except OSError as error:
@@ -137,7 +137,7 @@ class Override:
 
     @property
     def dotted(self) -> str:
-        """Key as the user wrote it."""
+        """Key in the user's spelling."""
         return ".".join(self.path)
 
 

@@ -98,7 +98,7 @@ def _remedy(field: FieldInfo, default: object, kind: str, value: object) -> str:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Return the texts that a setting may have, also those of an optional one."""
+    """Return the texts that a setting, also an optional setting, may have."""
     inner = [each for part in get_args(annotation) for each in (get_args(part) or [part])]
     return [each for each in inner if isinstance(each, str)]
 
@@ -121,18 +121,38 @@ def _unknown(place: SettingPlace, value: object, schema: type[Section]) -> Confi
     what = f"{place.dotted} = {shown(value)}: {inside} has no {kind} {name!r}"
     if name in place.section.renamed:
         new = place.section.renamed[name]
+        if "." in new:
+            fix = f"write {new}{_choosing(new, schema)}"
+            return ConfigError(what, why=f"{place.dotted} is now {new}", fix=fix)
         fix = f"write {f'{parent}.{new}' if parent else new}"
         return ConfigError(what, why=f"{name!r} was renamed to {new!r}", fix=fix)
     why = f"it has the keys {', '.join(known)}"
-    return ConfigError(what, why=why, fix=_meant(name, known, schema))
+    return ConfigError(what, why=why, fix=_meant(place, schema))
 
 
-def _meant(name: str, known: Mapping[str, FieldInfo], schema: type[Section]) -> str:
+def _choosing(dotted: str, schema: type[Section]) -> str:
+    """Return the names that choose a section with a setting, in words; empty if its section is not chosen."""
+    parent, _, name = dotted.rpartition(".")
+    if parent not in schema.model_fields:
+        return ""
+    field = schema.model_fields[parent]
+    if not isinstance(field.discriminator, str) or name == field.discriminator:
+        return ""
+    choices = [each for each in subsections(field) if name in each.model_fields]
+    names = [f'"{tag}"' for each in choices for tag in tags(each, field.discriminator)]
+    return f", with {parent}.{field.discriminator} = {' or '.join(names)}"
+
+
+def _meant(place: SettingPlace, schema: type[Section]) -> str:
     """Suggest a fix for an unknown key: another spelling or section, or a key described by its words."""
+    parent, _, name = place.dotted.rpartition(".")
+    known = place.section.model_fields
     spelling = nearest(name, known)
     if spelling.startswith("did you mean"):
         return spelling
     elsewhere = sorted({key.dotted for key in walk(schema) if key.path[-1] == name})
+    if place.dotted in elsewhere:
+        return f"remove {name!r}: another choice of [{parent}] has it, the one that the recipe names does not"
     if elsewhere:
         return f"{name!r} is in another section: {' or '.join(elsewhere)}"
     words = name.replace("_", " ").lower()
@@ -173,9 +193,9 @@ def _unchosen(dotted: str, field: FieldInfo, value: object) -> ConfigError:
 
 
 def _not_a_section(dotted: str, field: FieldInfo, value: object) -> ConfigError:
-    known = sorted({name for one in subsections(field) for name in one.model_fields})
+    known = list(dict.fromkeys(name for one in subsections(field) for name in one.model_fields))
     return ConfigError(
         f"{dotted} is {shown(value)}",
-        why=f"{dotted} is a section with the keys {', '.join(known)}",
+        why=f"{dotted} is a section with the keys {', '.join(sorted(known))}",
         fix=f"write [{dotted}] and its keys below it, or --set {dotted}.{known[0]}=...",
     )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
-from typing import Any, ClassVar, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
@@ -30,17 +31,14 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _over_defaults(cls, data: object) -> object:
-        """Merge a given inner section over the default that this class has for it."""
+        """Merge a given inner section over the class's default section."""
         if not isinstance(data, Mapping):
             return data
-        presets = {
-            name: field.default.model_dump(exclude_unset=True)
-            for name, field in cls.model_fields.items()
-            if isinstance(field.default, Section) and name in data and isinstance(data[name], Mapping)
-        }
-        return {**data, **{name: {**preset, **data[name]} for name, preset in presets.items()}}
+        there = [name for name in presets(cls) if name in data and isinstance(data[name], Mapping)]
+        return {**data, **{name: {**presets(cls)[name], **data[name]} for name in there}}
 
 
+S = TypeVar("S", bound=Section)
 Data: TypeAlias = Mapping[str, Any]
 """Plain data as in TOML: texts, numbers, booleans, lists and tables."""
 
@@ -81,6 +79,33 @@ class SettingPlace:
     """Default at the place, as the sections around it define."""
 
 
+def value_of(section: Section, setting: str) -> Any:
+    """Return the value at a dotted key."""
+    found: Any = section
+    for part in setting.split("."):
+        found = vars(found)[part]
+    return found
+
+
+def with_values(section: S, values: Mapping[str, Any]) -> S:
+    """Return the section with other values, by dotted key; they are not checked."""
+    for setting, value in values.items():
+        name, _, rest = setting.partition(".")
+        inner = with_values(vars(section)[name], {rest: value}) if rest else value
+        section = section.model_copy(update={name: inner})
+    return section
+
+
+@cache
+def presets(section: type[Section]) -> dict[str, dict[str, Any]]:
+    """Return the settings of inner sections that a class has defaults of its own for, by section."""
+    return {
+        name: field.default.model_dump(exclude_unset=True)
+        for name, field in section.model_fields.items()
+        if isinstance(field.default, Section)
+    }
+
+
 def subsections(field: FieldInfo) -> tuple[type[Section], ...]:
     """Return the sections that a field may hold: none for a value, several if one is chosen by name."""
     annotation = field.annotation
@@ -89,7 +114,7 @@ def subsections(field: FieldInfo) -> tuple[type[Section], ...]:
 
 
 def chosen(field: FieldInfo, value: object) -> type[Section] | None:
-    """Return the section that ``value`` selects; None if it selects none, or an unknown one."""
+    """Return the section that ``value`` selects; None without a known section."""
     candidates = subsections(field)
     if len(candidates) <= 1 or not isinstance(field.discriminator, str):
         return candidates[0] if candidates else None

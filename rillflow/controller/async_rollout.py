@@ -472,6 +472,6 @@ class AsyncRollout(Source):
         return RolloutError(
             f"no row is running, and none may start before version {least} of the phase is published",
             why=f"the newest version is {newest}, and no open step could publish another; rows that "
-            "start now would become older than algorithm.freshness allows",
+            "start now would become older than schedule.freshness allows",
             fix="call flow.publish(flow.policy) in every step, or sample in order",
         )

@@ -48,7 +48,7 @@ from rillflow.workers.values import Facts, shares
 LOOK_S = 0.05
 """Seconds between two looks at ranks that are being replaced."""
 CALLS = 4
-"""Calls in which a rank scores its share of a step: ranks that join late then find some left."""
+"""Scoring calls per rank; several, so that ranks freed later can take some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class _Move:
 
     @property
     def awaited(self) -> list[Pending]:
-        """Results that it waits for."""
+        """Pending results."""
         return [self.summary] if self.released is None else self.arriving
 
 

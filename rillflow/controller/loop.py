@@ -160,6 +160,7 @@ class Loop:
             raise self._abandoned(phase, opened) from None
         except Exception as first:
             cut = opened if self._is_cut(phase, first) else ()
+            what = (str(first) or type(first).__name__).splitlines()[0]
             if cut or self._saves or self._is_unsaved(phase):  # before any message, which may fail
                 outcome = "the finished steps were saved first"
                 slow = self._progress.if_slow("an error; saving the finished steps first")
@@ -171,14 +172,14 @@ class Loop:
                 except KeyboardInterrupt:
                     if not self._interruption.is_over:  # a second signal
                         raise
-                    outcome = "no checkpoint could be written after the error in time"
-                what = (str(first) or type(first).__name__).splitlines()[0]
+                    self._progress.note(f"{what}; saving took too long")
+                    self._discard()
+                    raise self._abandoned(phase, ()) from None
                 self._progress.note(f"{what}; {outcome}")
             kept, lost = self._saved_step, self._place.step - self._saved_step
             again = f"; {lost} steps after it will run again" if lost else ""
-            may_restart = isinstance(first, RankDied)
-            there = f"is saved{again}{'' if may_restart else ': run the same command to resume'}"
-            self._progress.note(f"step {kept} {there}" if kept else "no step is saved")
+            again += "" if isinstance(first, RankDied) else ": run the same command to resume"
+            self._progress.note(f"step {kept} is saved{again}" if kept else "no step is saved")
             raise
         finally:
             self._discard()
@@ -238,8 +239,7 @@ class Loop:
         for step in cut:
             if not self._salvaged(phase, step, wait_s):
                 break
-        may_save &= self._place.step > self._saved_step
-        if may_save and phase.updates(wait_s) == self._place.updates:
+        if may_save and self._place.step > self._saved_step and phase.updates(wait_s) == self._place.updates:
             self._keep_written(wait_s)
             save = self._begin_saving(phase, self._place.step, self._place.rows)
             self._checkpoint(phase, wait_s, save, wait=True)

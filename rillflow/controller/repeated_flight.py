@@ -32,7 +32,7 @@ class RepeatedFlight(Flight):
     """
 
     after = -1
-    """Steps of the run before those that the loop opens; -1 until an evaluation after them is over."""
+    """Finished steps; -1 until their evaluation ends."""
     _kept: KeptFlight | None = None
     _restored = 0
     _rows: Mapping[tuple[GroupId, int], tuple[int, Pending]] = MappingProxyType({})
@@ -120,7 +120,7 @@ class RepeatedFlight(Flight):
         )
 
     def leave(self, reason: str) -> None:
-        """Go on without decisions of the interrupted run: rows that came of its later ones are dropped."""
+        """Stop replaying; drop rows sampled after this decision."""
         for number in sorted({number for number, _ in self._unscored}):
             for computed in self.table.held_by(self._workers[number].name):
                 if (number, computed) not in self._unscored:

@@ -107,7 +107,7 @@ class SamplerReplica:
 
     @property
     def events(self) -> Sequence[Sequence[Pending]]:
-        """Results that it waits for: those of each sequence together."""
+        """Lists of pending results; a list is due when all of it is ready."""
         return [[*self.asked][:1], self.arriving, [*self.collecting.values()][:1]]
 
     @property

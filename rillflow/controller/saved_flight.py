@@ -74,7 +74,7 @@ class FlightSave:
 
     @property
     def events(self) -> Sequence[Sequence[Pending]]:
-        """Results that it waits for: those of each sequence together."""
+        """Lists of pending results; a list is due when all of it is ready."""
         if self.state is not None:
             return [self._writing]
         return [made for replica, (_, made) in self.saved.items() if replica not in self._heard]

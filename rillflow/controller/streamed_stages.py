@@ -82,7 +82,7 @@ class StageWorker(Protocol):
 
     @property
     def events(self) -> Sequence[Sequence[Pending]]:
-        """Results that it waits for: those of each sequence together."""
+        """Lists of pending results; a list is due when all of it is ready."""
 
     def begin(self, rows: Mapping[GroupId, Pending]) -> None:
         """Begin some groups, each with the result that holds its rows."""

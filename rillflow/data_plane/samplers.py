@@ -37,7 +37,7 @@ SAMPLERS: Mapping[str, Sampler] = {"in_order": in_order, "ready_first": ready_fi
 
 
 def within(tokens: NDArray[np.int64], budget: int) -> int:
-    """Return how many groups, from the first on, have at most ``budget`` tokens together; at least one.
+    """Return how many groups, from the first on, fit ``budget`` tokens; 1 or more.
 
     A stage whose takers pass a budget is balanced by tokens: takers of long rows get few groups, and fast
     takers take more often.

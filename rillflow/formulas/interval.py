@@ -94,6 +94,12 @@ def mean_interval(
     return max(possible[0], mean - half), min(possible[1], mean + half)
 
 
+def observed_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return a range for the interval of a mean: 0 to 1 if all values lie there, else that of the values."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
+
+
 def calibration_error(likely: Sequence[float], bins: int = 10) -> float:
     """Return the expected calibration error (ECE, 0 to 1) of probabilities that better answers are better.
 

@@ -26,7 +26,7 @@ class Preferences:
     """Preferences of a judge between N pairs of answers, each read in both orders."""
 
     likely: Tensor
-    """[N] probability that the one answer is better than the other."""
+    """[N] probability that the first answer is better than the second."""
     contradicts: Tensor
     """[N] bool, True if the two orders prefer different answers."""
     bias: Tensor

@@ -118,7 +118,7 @@ _SCALES: dict[PairKind, float] = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo":
 
 
 class PairLossConfig(AnswerLossConfig):
-    """The loss of pairs of answers; see docs/algorithms/dpo.md for the equations."""
+    """The loss of pairs of answers; see docs/algorithms/preferences.md for the equations."""
 
     area: ClassVar[str] = "pairs"
     unit: ClassVar[int] = 2

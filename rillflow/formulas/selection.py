@@ -42,7 +42,7 @@ def pair_places(
     seed: int,
     length_price: float = 0.0,
 ) -> Tensor:
-    """Return [B] int64: 1 for the chosen row of each group's pair, -1 for the rejected one, 0 for the others.
+    """Return [B] int64: 1 for the chosen row of each group's pair, -1 for the rejected row, else 0.
 
     Rows are ranked by ``rewards - length_price x sampled tokens``. ``max_min`` pairs the best with the worst,
     ``max_max`` with the second best, ``max_random`` with any other, ``random`` draws both; selectors of RLHF
@@ -144,7 +144,7 @@ def whole_scores(valid: Tensor, finish: Tensor) -> Tensor:
 def best_rows(
     rewards: Tensor, valid: Tensor, ids: Tensor, groups: Tensor, *, keep: int, threshold: float = -math.inf
 ) -> Tensor:
-    """Return [B] bool, True for the ``keep`` best rows of each group by reward; the first of equal ones.
+    """Return [B] bool, True for the ``keep`` best rows of each group by reward; of equal rows the first.
 
     Best of n with imitation is RAFT (arXiv 2304.06767) and rejection sampling (Llama 2, arXiv 2307.09288).
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class UnpairedLossConfig(AnswerLossConfig):
-    """The loss of single answers; see docs/algorithms/kto.md for the equation."""
+    """The loss of single answers; see docs/algorithms/preferences.md for the equation."""
 
     area: ClassVar[str] = "answers"
     has_divergence: ClassVar[bool] = True

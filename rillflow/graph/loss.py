@@ -105,7 +105,7 @@ def laid_flat(
 
 
 def loss_terms(options: Mapping[str, Any], batches: int) -> tuple[LossTerm, ...]:
-    """Return the losses among the options of an update; empty without one."""
+    """Return the losses among the options of an update; empty without a loss."""
     loss = options.get("loss")
     if loss is None or isinstance(loss, tuple):
         return loss or ()
@@ -123,7 +123,7 @@ def field_parameters(formula: Callable[..., Any], options: Collection[str]) -> t
 
 
 def only_term(stage: str, loss: AnyLoss | tuple[LossTerm, ...], options: Mapping[str, Any]) -> LossTerm:
-    """Return the loss of an update that accepts only one.
+    """Return the loss of an update that accepts a single loss.
 
     Raises:
         GraphError: there are several losses.

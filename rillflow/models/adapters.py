@@ -291,7 +291,7 @@ def write_adapter_settings(adapter: AdapterSource, module: Any, directory: Path)
 
 
 def restore(module: nn.Module, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Turn quantised layers, adapted or not, back into plain ones.
+    """Turn quantised layers, adapted or not, back into plain layers.
 
     Args:
         module: the module with these layers.

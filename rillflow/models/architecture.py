@@ -52,7 +52,7 @@ _TRIAL_TOKENS = 8
 _TRIAL_VOCABULARY = 256
 """Maximum vocabulary of the trial copy."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest difference of the outputs over the largest output; rounding stays below a tenth of it."""
+"""Largest relative difference of the outputs; rounding stays below a tenth of this tolerance."""
 _LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -101,7 +101,7 @@ def is_padded(module: PreTrainedModel) -> bool:
 
 
 def settle_attention(module: PreTrainedModel, tried: PreTrainedModel) -> str | None:
-    """Keep Rillflow's attention if it computes the same as the module's own; otherwise restore the own one.
+    """Keep Rillflow's attention if it agrees with the module's attention; otherwise restore the latter.
 
     Args:
         module: the decoder; it may be on the meta device.

@@ -33,7 +33,7 @@ class Scores:
     scaling: float
     """Factor on the products of queries and keys."""
     window: int | None = None
-    """Number of positions that a token attends to, itself included; None for all."""
+    """Number of positions that a token attends to, its own included; None is no limit."""
     softcap: float | None = None
     """Scores are limited to this by tanh (Gemma 2); None for no limit."""
     sinks: Tensor | None = None

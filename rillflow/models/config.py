@@ -57,7 +57,7 @@ class AdapterConfig(Section):
     base: Literal["full", "int8", "4bit"] = Field(
         "full",
         description="Precision of the frozen base's linear weights: full; int8, with a scale for each output "
-        "row; 4bit, NF4 as in QLoRA, which needs rillflow[quant].",
+        "row; 4bit, NF4 as in QLoRA, which needs the extra quant.",
     )
 
     @property

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rillflow.errors import ConfigError, ModelError, nearest
+from rillflow.models.adapter_tokenizer import require_fits_base, tokenizer_source
 from rillflow.models.adapters import (
     adapter_weights,
     attach,
@@ -38,6 +39,7 @@ from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.directory_checks import listed
 from rillflow.models.lazy_weights import ALONE, Source, fill, on_device, taken_out
+from rillflow.models.load_tokenizer import load_tokenizer
 from rillflow.models.locate import base_of, found_adapter, locate
 from rillflow.models.model_files import (
     METADATA,
@@ -50,7 +52,7 @@ from rillflow.models.model_files import (
 from rillflow.models.modules import load_module, load_scalar_module, new_module
 from rillflow.models.peft_settings import WEIGHTS, AdapterSource
 from rillflow.models.quantised import quantised_weights
-from rillflow.models.tokenizer import Tokenizer, load_tokenizer, require_rows
+from rillflow.models.tokenizer import Tokenizer
 from rillflow.runs.durable import flush, publish_folder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -183,15 +185,10 @@ def outline(
         ConfigError: both or none of ``path`` and ``new`` are given.
         ModelError: the model is missing or unsupported, or its head gives several numbers.
     """
-    if (config.path is None) == (config.new is None):
-        raise ConfigError(
-            f"{section} has both path and new" if config.new else f"{section} has neither path nor new",
-            why="a model is either loaded from path or made new",
-            fix='write path = "a/directory", or new = {}',
-        )
+    _require_one_source(config, section)
     register()
     dtype, is_scalar, adapter = _DTYPES[config.dtype], kind is ScalarModel, None
-    trained = frozenset[str]()
+    trained, source, read_from = frozenset[str](), "", ""
     with ALONE, quiet():
         if config.new is not None:
             inner = character_tokenizer(config.new.alphabet, config.new.context)
@@ -201,12 +198,13 @@ def outline(
             )
         else:
             assert config.path is not None  # exactly one of the two is there
-            source = locate(config.path, base)
-            adapter, source = found_adapter(source, config.adapter), base_of(source)
+            named = locate(config.path, base)
+            adapter, source = found_adapter(named, config.adapter), base_of(named)
             adapter = adapter and replace(adapter, base=source)
             module = (load_scalar_module if is_scalar else load_module)(source, dtype).eval()
             weights = taken_out(module, dtype)
-            inner = load_tokenizer(source)
+            read_from = tokenizer_source(named)
+            inner = load_tokenizer(read_from)
         own = settle_attention(module, tried := short_copy(module))
         settle_positions(module, tried)
         if adapter is not None:
@@ -215,7 +213,7 @@ def outline(
             weights = adapter_weights(module, quantised_weights(module, weights), adapter, seed)
     names_ends = module.config.get_text_config() if is_scalar else module.generation_config
     tokenizer = Tokenizer(inner, stop_tokens=listed(names_ends.eos_token_id))
-    require_rows(tokenizer, module.get_input_embeddings().weight.shape[0])
+    require_fits_base(tokenizer, read_from, source, module.get_input_embeddings().weight.shape[0])
     return kind(
         module=module,
         tokenizer=tokenizer,
@@ -226,6 +224,15 @@ def outline(
         trained=trained,
         own=own,
     )
+
+
+def _require_one_source(config: ModelConfig, section: str) -> None:
+    if (config.path is None) == (config.new is None):
+        raise ConfigError(
+            f"{section} has both path and new" if config.new else f"{section} has neither path nor new",
+            why="a model is either loaded from path or made new",
+            fix='write path = "a/directory", or new = {}',
+        )
 
 
 @contextmanager

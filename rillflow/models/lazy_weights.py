@@ -47,7 +47,7 @@ _ELEMENTWISE = (Tensor.to, Tensor.detach)
 
 
 class LazyWeights(Tensor):
-    """A meta tensor that can be read; operations on it return another one."""
+    """A meta tensor that can be read; operations return further lazy tensors."""
 
     read: Read
 
@@ -55,7 +55,7 @@ class LazyWeights(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Apply the operation on the meta device, and record it."""
+        """Apply and record the operation on the meta device."""
         named = dict(kwargs or {})
         if function == Tensor.device.__get__:
             return torch.device("cpu")  # transformers compares values only on non-meta devices

@@ -13,7 +13,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rillflow.errors import ModelError
+from rillflow.errors import ModelError, install_package
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def require_library() -> None:
         raise ModelError(
             'policy.model.adapter.base is "4bit", and bitsandbytes is not installed',
             why="its kernels quantise and dequantise the weights",
-            fix="pip install 'rillflow[quant]', or set base = \"int8\"",
+            fix=f'{install_package("quant")}, or set base = "int8"',
         )
 
 

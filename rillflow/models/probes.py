@@ -30,7 +30,7 @@ CPU_S = {"template": 1, "tokenizer": 15}
 TOO_MUCH = 3
 """Exit code of a child whose work needs more memory or produces more output than allowed."""
 TEXTS, CHARACTERS = 64, 4_000
-"""Number of texts that a tokeniser is tried on, and maximum characters of each."""
+"""Number of trial texts for a tokeniser, and maximum characters per text."""
 _WAIT_S = 60.0
 
 

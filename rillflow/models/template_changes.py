@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from typing import Any
+
 from rillflow.errors import ModelError
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message's thoughts in the known chat templates."""
 _SHOWN = 30
 _MOST = 200
 
 
-def says(text: str, answer: str) -> bool:
-    """Return whether a template's text has an answer in it; white space does not count."""
-    return "".join(answer.split()) in "".join(text.split())
+def unsaid(text: str, turn: Mapping[str, Any]) -> str | None:
+    """Return a part of an assistant's turn that a template's text lacks, or None.
+
+    The parts are the content, the thoughts and the names of called functions; white space does not count.
+    """
+    written = "".join(text.split())
+    return next((part for part in _parts(turn) if "".join(part.split()) not in written), None)
+
+
+def _parts(turn: Mapping[str, Any]) -> Iterator[str]:
+    yield turn.get("content") or ""
+    for key in THOUGHTS:
+        yield turn.get(key) or ""
+    for call in turn.get("tool_calls") or ():
+        name = (call.get("function") or call).get("name")
+        yield name if isinstance(name, str) else ""
 
 
 def rewritten(before: str, whole: str) -> ModelError:
     """Return the error of a template whose text before an answer depends on the answer."""
-    was, became = (text[max(0, len(before) - _SHOWN) :][: 2 * _SHOWN] for text in (before, whole))
+    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)))
+    start = max(0, num_same - _SHOWN)
+    was, became = (text[start : start + 2 * _SHOWN] for text in (before, whole))
     return ModelError(
         f"the chat template renders a prompt differently before an answer: {was!r} became {became!r}",
         why="a training answer must follow the same prompt text as a sampled one",
@@ -23,12 +44,18 @@ def rewritten(before: str, whole: str) -> ModelError:
     )
 
 
-def shortened(answer: str, reply: str) -> ModelError:
-    """Return the error of a template that does not write the whole answer."""
+def shortened(turn: Mapping[str, Any], part: str, reply: str) -> ModelError:
+    """Return the error of a template that does not write a part of an answer."""
+    is_content = part == turn.get("content")
+    what = (
+        f"writes the answer {_short(part)}"
+        if is_content
+        else f"leaves out {_short(part)}: it writes the answer"
+    )
     return ModelError(
-        f"the chat template writes the answer {_short(answer)} as {_short(reply)}",
-        why="only what the template writes is learnt; many templates leave out thoughts before </think>",
-        fix="take the removal of thoughts out of the model's chat_template.jinja for training, try "
+        f"the chat template {what} as {_short(reply)}",
+        why="only what the template writes is learnt; many templates leave out thoughts, and some calls",
+        fix="let the model's chat_template.jinja write it, try "
         "task.template_arguments, or render the rows yourself: task.chat_template_applied = true",
     )
 

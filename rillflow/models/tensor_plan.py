@@ -46,7 +46,7 @@ class Style(StrEnum):
 
 
 _NAMES = {style.value: style for style in Style} | {"colwise_rep": Style.GATHERED}
-"""Styles by transformers' names, present and earlier ones."""
+"""Styles by transformers' present and earlier names."""
 _LINEAR = (nn.Linear, AdaptedLinear, QuantisedLinear, AdaptedQuantisedLinear)
 DIMS = {Style.COLUMNS: 0, Style.GATHERED: 0, Style.LOOKED_UP: 0, Style.ROWS: 1, Style.SPLIT_ROWS: 1}
 """Dim along which a style splits a weight; a bias is split only if the outputs are."""
@@ -124,7 +124,7 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _beside(module: nn.Module, plan: dict[str, Style]) -> dict[str, Style]:
-    """Return the styles of adapters: the half at a layer's split outputs or inputs is split like it."""
+    """Return the styles of adapters: the half at a layer's split outputs or inputs is split too."""
     found: dict[str, Style] = {}
     for name, layer in adapted(module).items():
         if layer.beside[0].length is not None:

@@ -17,26 +17,25 @@ Imports torch only for tokenisers that a model's own class must load, and transf
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import decoders, pre_tokenizers
-
 from rillflow.errors import ModelError
-from rillflow.models.bare import BareTokenizer, bare_tokenizer, settings_of
-from rillflow.models.directory_checks import LIBRARY_ERRORS, check_files
+from rillflow.models.bare import BareTokenizer
 from rillflow.models.probes import chosen_template, probe_template
-from rillflow.models.template_changes import rewritten, says, shortened
+from rillflow.models.template_changes import rewritten, shortened, unsaid
+from rillflow.models.template_clock import at_time
+from rillflow.models.token_text import UNREADABLE, Alphabet, TokenPart, TokenText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # the import takes a second or two
-
-_AS_WRITTEN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Declared classes that add nothing to tokenizer.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +71,27 @@ class Tokenizer:
         own = [] if inner.eos_token_id is None else [int(inner.eos_token_id)]
         self.stop_tokens: frozenset[int] = frozenset([*own, *stop_tokens])
         """Tokens that end an answer."""
-        self.vocabulary_size: int = 1 + max(inner.get_vocab().values(), default=-1)
-        """Largest token plus one."""
+        vocabulary = inner.get_vocab()
+        self.vocabulary_size: int = 1 + max(vocabulary.values(), default=-1)
+        """The largest token + 1."""
         self._inner = inner
         self._end = own[0] if own else min(self.stop_tokens, default=None)
         added = inner.added_tokens_decoder.values()
         special = {*inner.all_special_tokens, *(token.content for token in added if token.special)}
         texts = sorted((text for text in special if text.strip()), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-        self._alphabet = _Alphabet(inner)
-        self._pieces: dict[int, str] = {}
+        self._unsaid = frozenset(vocabulary[text] for text in special if text in vocabulary)
+        self._alphabet = Alphabet(inner)
+        self._token_text = TokenText(inner)
         self._probed: dict[str, ModelError | None] = {}
         self._encoding = Lock()
+        self._clock: datetime | None = None
+
+    def at(self, clock: datetime | None) -> Tokenizer:
+        """Return the tokeniser with a chat template that reads this time as now; None: the machine's."""
+        other = copy(self)
+        other._clock, other._encoding = clock, self._encoding  # one object of the library, one lock
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process gets: everything but the lock."""
@@ -127,7 +135,7 @@ class Tokenizer:
         Raises:
             ModelError: as ``encode_texts``; or the model has no end token.
         """
-        return self._ended(self._encode(texts, begin=False, is_rendered=is_rendered))
+        return [*map(self.ended, self._encode(texts, begin=False, is_rendered=is_rendered))]
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
         """Return the tokens of conversations, up to where the assistant answers.
@@ -154,23 +162,27 @@ class Tokenizer:
         self._refuse_special(chat)
         from rillflow.models.probe_child import TEMPLATE_ERRORS  # imports jinja2
 
-        self._probe(chat, opens=opens)
-        try:
-            text: str = self._library.apply_chat_template(
-                [dict(turn) for turn in chat.turns],
-                tools=chat.tools,
-                tokenize=False,
-                add_generation_prompt=opens,
-                **chat.arguments,
-            )
-        except TEMPLATE_ERRORS as error:
-            roles = ", ".join(turn["role"] for turn in chat.turns)
-            why = str(error) or type(error).__name__
-            raise ModelError(f"the chat template refuses messages of {roles}", why=why) from error
-        return text
+        template = self._probed_template(chat, opens=opens)
+        refusals = list[Exception]()
+        for turns in _alternatives(chat.turns):
+            try:
+                text: str = self._library.apply_chat_template(
+                    [dict(turn) for turn in turns],
+                    tools=chat.tools,
+                    tokenize=False,
+                    add_generation_prompt=opens,
+                    **at_time(template, self._clock, chat.arguments),
+                    **chat.arguments,
+                )
+                return text
+            except TEMPLATE_ERRORS as error:
+                refusals.append(error)
+        roles = ", ".join(turn["role"] for turn in chat.turns)
+        why = str(refusals[0]) or type(refusals[0]).__name__
+        raise ModelError(f"the chat template refuses messages of {roles}", why=why) from refusals[0]
 
-    def _probe(self, chat: Chat, *, opens: bool) -> None:
-        """Render the first chat in a limited child, once for each template."""
+    def _probed_template(self, chat: Chat, *, opens: bool) -> str:
+        """Return a chat's template; its first chat is rendered in a limited child before."""
         library = self._library
         template = chosen_template(library, chat.tools)
         if template not in self._probed:
@@ -182,18 +194,33 @@ class Tokenizer:
                 self._probed[template] = error
         if refused := self._probed[template]:  # fails at once for the other rows
             raise ModelError(refused.what, why=refused.why, fix=refused.fix)
+        return template
 
-    def encode_replies(self, chats: Sequence[Chat], answers: Sequence[str]) -> list[list[int]]:
+    def encode_replies(
+        self, chats: Sequence[Chat], answers: Sequence[str | Mapping[str, Any]]
+    ) -> list[list[int]]:
         """Return the tokens of an answer to each conversation, with the template's text at its end.
 
         If the template writes none of the model's end tokens after an answer, one is added.
+
+        Args:
+            chats: the conversations.
+            answers: texts, or the assistant's messages with thoughts or calls.
 
         Raises:
             ModelError: as ``encode_chats`` and ``encode_completions``; or the template changes the
                 conversation's text once it is answered, or leaves out a part of the answer.
         """
         texts = [self._reply(chat, answer) for chat, answer in zip(chats, answers, strict=True)]
-        return self._ended(self._encode(texts, begin=False, is_rendered=True))
+        return [*map(self.ended, self._encode(texts, begin=False, is_rendered=True))]
+
+    def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of parts of rendered conversations, without begin and end token.
+
+        Raises:
+            ModelError: as ``encode_texts``.
+        """
+        return self._encode(texts, begin=False, is_rendered=True)
 
     def encode_more(self, text: str, *, is_rendered: bool = False) -> list[int]:
         """Return the tokens of a text in the middle of a row, without begin and end token.
@@ -248,11 +275,24 @@ class Tokenizer:
             raise ModelError("the answer does not fit response_template", why=str(error)) from None
         return found
 
+    def settled_text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the beginning of ``decode`` that no later token changes."""
+        skipped = self.stop_tokens if special else self._unsaid
+        text = self.decode(tokens[: self._token_text.settled(tokens, skipped)], special=special)
+        return text.rstrip(UNREADABLE)  # half a character
+
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Return each token's own text for display, special tokens too; partial characters become U+FFFD."""
-        for token in set(tokens) - self._pieces.keys():
-            self._pieces[token] = self._inner.decode([token], clean_up_tokenization_spaces=False)
-        return [self._pieces[token] for token in tokens]
+        return [each.decode("utf-8", "replace") for each in self.token_bytes(tokens, special=True)]
+
+    def token_bytes(self, tokens: Sequence[int], *, special: bool = False) -> list[bytes]:
+        """Return the UTF-8 bytes that each token adds in the middle of ``decode``."""
+        parts = zip(tokens, self._token_text.bytes_of(tokens), strict=True)
+        return [content if special or token not in self._unsaid else b"" for token, content in parts]
+
+    def parts(self, tokens: Sequence[int]) -> list[TokenPart]:
+        """Return what each token adds to ``decode``; special tokens add nothing to later places."""
+        return self._token_text.parts(tokens, self._unsaid)
 
     def token_of(self, text: str) -> int | None:
         """Return the single token of a text, added or encoded; None if it encodes to several.
@@ -273,10 +313,16 @@ class Tokenizer:
         is_same = self.first_difference(other) is None and self.stop_tokens == other.stop_tokens
         return is_same and self._library.chat_template == other._library.chat_template
 
-    def first_difference(self, other: Tokenizer) -> int | None:
-        """Return the smallest token with different text in the two; None if there is none."""
+    def first_difference(self, other: Tokenizer, *, is_ordinary: bool = False) -> int | None:
+        """Return the smallest token with different text in the two; None if there is none.
+
+        Args:
+            other: the other tokeniser.
+            is_ordinary: leave out the tokens that either has added to its vocabulary.
+        """
         mine, theirs = self._inner.get_vocab().items(), other._inner.get_vocab().items()
-        return min((token for _, token in mine ^ theirs), default=None)
+        added = {*self._inner.added_tokens_decoder, *other._inner.added_tokens_decoder} if is_ordinary else ()
+        return min((token for _, token in mine ^ theirs if token not in added), default=None)
 
     def save(self, directory: Path) -> None:
         """Write the files that ``AutoTokenizer.from_pretrained`` reads.
@@ -329,39 +375,63 @@ class Tokenizer:
             )
         return found
 
-    def _ended(self, rows: Sequence[list[int]]) -> list[list[int]]:
-        """Return answers, each with an end token."""
+    def ended(self, answer: list[int]) -> list[int]:
+        """Return an answer's tokens with an end token, if they have none.
+
+        Raises:
+            ModelError: the model has no end token.
+        """
         if self._end is None:
             raise ModelError(
                 "the model has no end token",
                 why="a training answer must end with an end token",
                 fix="set eos_token in tokenizer_config.json or eos_token_id in generation_config.json",
             )
-        return [row if self.stop_tokens.intersection(row) else [*row, self._end] for row in rows]
+        return answer if self.stop_tokens.intersection(answer) else [*answer, self._end]
 
-    def _reply(self, chat: Chat, answer: str) -> str:
+    def _reply(self, chat: Chat, answer: str | Mapping[str, Any]) -> str:
         """Return the text that the template adds to a conversation for the assistant's answer."""
         before = self.rendered(chat, opens=True)
-        turn = {"role": "assistant", "content": answer}
+        turn = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
         whole = self.rendered(replace(chat, turns=[*chat.turns, turn]), opens=False)
         if not whole.startswith(before):
             raise rewritten(before, whole)
         reply = whole[len(before) :]
-        if not says(reply, answer):
+        if unsaid(reply, turn) is not None:
             opening = before.removeprefix(self.rendered(chat, opens=False))
-            if not says(opening + reply, answer):
-                raise shortened(answer, reply)
+            if (part := unsaid(opening + reply, turn)) is not None:
+                raise shortened(turn, part, reply)
         return reply
 
     def _refuse_special(self, chat: Chat) -> None:
         parts: list[tuple[str, object]] = [(f"a message of {turn['role']!r}", turn) for turn in chat.turns]
-        for name, part in [*parts, ("a tool", chat.tools or ())]:
+        for name, part in [*parts, ("a tool", chat.tools or ()), ("a template variable", chat.arguments)]:
             for special in filter(None, map(self.special_in, _strings(part))):
                 raise ModelError(
                     f"{name} contains the text of the special token {special!r}",
                     why="a rendered conversation would contain the token, which could end or forge a turn",
                     fix="remove it from the data",
                 )
+
+
+def _alternatives(turns: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Yield the turns, and then those with the arguments of calls as JSON text, which some templates need."""
+    yield turns
+    if any(turn.get("tool_calls") for turn in turns):
+        yield [
+            {**turn, "tool_calls": [_with_text(call) for call in turn["tool_calls"]]}
+            if turn.get("tool_calls")
+            else turn
+            for turn in turns
+        ]
+
+
+def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function", call)
+    if not isinstance(function.get("arguments"), dict):
+        return call
+    written = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {**call, "function": written} if "function" in call else written
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -371,71 +441,6 @@ def _strings(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping | Sequence):
         for part in (*value, *(value.values() if isinstance(value, Mapping) else ())):
             yield from _strings(part)
-
-
-class _Alphabet:
-    """The characters of a byte-level tokeniser that lacks some bytes; others have every character."""
-
-    def __init__(self, inner: PreTrainedTokenizerBase | BareTokenizer) -> None:
-        is_bytes = inner.is_fast and isinstance(inner.backend_tokenizer.decoder, decoders.ByteLevel)
-        self._symbols = frozenset(inner.get_vocab() if is_bytes else ())
-        self._is_whole = not is_bytes or self._symbols.issuperset(pre_tokenizers.ByteLevel.alphabet())
-        self._is_own = all(len(symbol) == 1 or symbol[0] == "<" for symbol in self._symbols)
-        self._known: set[str] = set()
-        self._split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-
-    def check(self, texts: Iterable[str]) -> None:
-        """Refuse a character that the tokeniser would silently drop."""
-        if self._is_whole:
-            return
-        for character in sorted(set().union(*texts) - self._known):
-            if not self._symbols.issuperset(self._split.pre_tokenize_str(character)[0][0]):
-                raise ModelError(
-                    f"the tokeniser has no character {character!r}",
-                    why="the text would lose the character silently",
-                    fix="add it to policy.model.new.alphabet, or remove it from the data"
-                    if self._is_own
-                    else "remove it, or choose a model whose tokeniser has it",
-                )
-            self._known.add(character)
-
-
-def load_tokenizer(
-    source: str, *, as_written: bool = False, whole: bool = True
-) -> PreTrainedTokenizerBase | BareTokenizer:
-    """Return the tokeniser of a directory or hub name.
-
-    A tokenizer.json that no model class claims is read unchanged: ``AutoTokenizer`` would rebuild it as the
-    class of the model's type, and lose everything that this class lacks.
-
-    Args:
-        source: the directory or hub name.
-        as_written: read tokenizer.json unchanged even if a class claims it; this needs no torch.
-        whole: return transformers' tokeniser, which can be saved without the directory; a bare one has the
-            same tokens.
-
-    Raises:
-        ModelError: there is no tokeniser, or it has no vocabulary.
-    """
-    if Path(source).is_dir():
-        check_files(Path(source))
-    try:
-        declared, has_file = _declared_class(source), (Path(source) / "tokenizer.json").is_file()
-        if declared in _AS_WRITTEN or (has_file and (as_written or declared is None)):
-            inner = bare_tokenizer(Path(source)) if has_file and not whole else None
-            if inner is None:
-                from transformers import PreTrainedTokenizerFast
-
-                inner = PreTrainedTokenizerFast.from_pretrained(source)
-        else:
-            from transformers import AutoTokenizer  # imports torch
-
-            inner = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (*LIBRARY_ERRORS, KeyError, TypeError) as error:
-        raise _no_tokenizer(source, str(error).strip().split("\n")[0]) from error
-    if len(inner.get_vocab()) <= len(inner.added_tokens_decoder):
-        raise _no_tokenizer(source, "no file of the model has a vocabulary")
-    return inner
 
 
 def require_rows(tokenizer: Tokenizer, rows: int) -> None:
@@ -450,25 +455,6 @@ def require_rows(tokenizer: Tokenizer, rows: int) -> None:
             why="the model cannot read tokens beyond its embedding",
             fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
         )
-
-
-def _declared_class(source: str) -> str | None:
-    """Return the class that tokenizer_config.json names."""
-    if not Path(source).is_dir():
-        from transformers.models.auto.tokenization_auto import get_tokenizer_config  # imports torch
-
-        found: Mapping[str, Any] = get_tokenizer_config(source)
-    else:
-        found = settings_of(Path(source) / "tokenizer_config.json")
-    return found.get("tokenizer_class")
-
-
-def _no_tokenizer(source: str, why: str) -> ModelError:
-    return ModelError(
-        f"the model {source} has no tokeniser that can be loaded",
-        why=why,
-        fix="put tokenizer.json and tokenizer_config.json next to the weights",
-    )
 
 
 def _lost(text: str) -> ModelError:

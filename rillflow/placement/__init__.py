@@ -6,5 +6,5 @@
                                   │        └─ cells ── boxing ──> moves, stage by stage; bytes
     another mesh, another sbp ────┘
 
-Integers only: no tensor, no process. See docs/design/placement.md.
+Integers only: no tensor, no process. See docs/design/internals.md#placements.
 """

@@ -1,7 +1,7 @@
 """Activations: numbers that a backward pass keeps for a token, as counted on fake tensors.
 
 ``rillflow check`` and the planner estimate memory with these constants, which
-``benchmarks/activations.py`` compares with counts.
+``benchmarks/training/activations.py`` compares with counts.
 """
 
 from __future__ import annotations

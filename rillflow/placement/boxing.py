@@ -77,7 +77,7 @@ class Fill:
     """A slice of zeros on a destination rank, because another coordinate holds the value."""
 
     rank: int
-    """The rank that holds it."""
+    """The rank that holds the slice."""
     slice: Slice
     """The slice."""
 

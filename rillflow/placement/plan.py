@@ -24,7 +24,7 @@ GATHERED = ("gather_rows", "gather_replicas", "gather_by")
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPool:
-    """Devices that their units share, one after the other."""
+    """Devices that the units share in turn."""
 
     name: str
     """Name, unique within the plan."""
@@ -110,8 +110,6 @@ class Plan:
     """
     streams: int = 0
     """Minibatches that training takes as soon as their rows are ready; 0 waits for the whole step."""
-    publish_every: int = 0
-    """Minibatches between two publishes; 0 publishes once per step. Every publish is a policy version."""
     oversample_prompts: Annotated[float, number(1.0)] = 1.0
     """Prompts begun per trained prompt; the longest ones move to later rounds."""
     oversample_samples: Annotated[float, number(1.0)] = 1.0
@@ -223,7 +221,7 @@ def open_plan(file: Path) -> Plan:
     """
     from rillflow.config.load import read_toml  # imports pydantic, which creating a plan does not need
 
-    return read_plan(read_toml(file), str(file))
+    return read_plan(read_toml(file, "plan"), str(file))
 
 
 def read_plan(data: Mapping[str, Any], name: str) -> Plan:
@@ -271,7 +269,7 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:
     for name, least, most in (("freshness", 0, 1_000_000), *oversampled):
         if not least <= vars(plan)[name] <= most:
             yield f"{name} is {vars(plan)[name]:g}", f"it must lie between {least} and {most:,}"
-    if (plan.freshness or plan.streams or plan.publish_every) and SAMPLER not in plan.units:
+    if (plan.freshness or plan.streams) and SAMPLER not in plan.units:
         why = "without separate devices for generation, it alternates with training and is always on-policy"
         yield f"freshness is {plan.freshness:g} and no unit is called {SAMPLER}", why
     if (plan.gather_replicas or plan.gather_by != Plan.gather_by) and not plan.gather_rows:
@@ -355,4 +353,4 @@ def _unfilled(where: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[tupl
         yield f"{where}.generate_tp is {unit.generate_tp} and its pool has {pool.devices} devices", why
 
 
-_SELDOM = ("streams", "publish_every", "oversample_prompts", "oversample_samples", *GATHERED)
+_SELDOM = ("streams", "oversample_prompts", "oversample_samples", *GATHERED)

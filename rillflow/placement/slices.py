@@ -24,7 +24,7 @@ Interval = tuple[int, int]
 """Start, and stop (excluded)."""
 Coordinates = tuple[int, ...]
 Cuts = dict[Coordinates, list[Interval]]
-"""Intervals of one dim by coordinates of the axes that split it; ascending, without empty ones."""
+"""Ascending, non-empty intervals of one dim, by coordinates of the axes that split the dim."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _length(intervals: Iterable[Interval]) -> int:
 
 
 def _chunks(length: int, count: int) -> list[int]:
-    """Return the lengths of torch.chunk's pieces, with 0 for omitted ones."""
+    """Return the lengths of torch.chunk's pieces, with 0 for omitted pieces."""
     size = -(-length // count)
     return [min(size, max(0, length - place * size)) for place in range(count)]
 

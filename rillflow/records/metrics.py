@@ -73,7 +73,7 @@ class Sum:
     """The total so far."""
 
     def merge(self, other: Sum) -> Sum:
-        """Return the total of both."""
+        """Return the total of two sums."""
         return Sum(value=self.value + other.value)
 
 
@@ -126,7 +126,7 @@ class Histogram:
     """Counts of values by range. Example: ``histogram_of(tensor([0, 1, 1]), (0, 1)).counts == (1, 2, 0)``."""
 
     edges: tuple[float, ...]
-    """Ascending edges; a value that equals an edge counts below it."""
+    """Ascending edges; a value that equals an edge counts below that edge."""
     counts: tuple[int, ...]
     """Counts, one more than edges: up to the first edge, from there to the second, ..., above the last."""
 

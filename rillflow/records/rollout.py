@@ -54,7 +54,7 @@ class Rollout:
     row: RowId
     """Stable id of the row."""
     tokens: tuple[int, ...]
-    """Tokens of the prompt and all tokens after it."""
+    """Tokens of prompt and answer."""
     loss_mask: tuple[bool, ...]
     """True where the policy sampled the token."""
     logprobs: tuple[float, ...]

@@ -31,8 +31,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from rillflow.isolation.frames import Frame, encode, read_frames, write_all
 from rillflow.rewards.cells import RowCells
-from rillflow.rewards.frames import Frame, encode, read_frames, write_all
 from rillflow.rewards.logged import LOG_METRIC, Logged
 from rillflow.rewards.outcome import VALUE_CHARACTERS, shown_value, verdict_of
 

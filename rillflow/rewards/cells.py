@@ -42,9 +42,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rillflow.rewards import kernel
-from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode, write_all
-from rillflow.rewards.kernel import (
+from rillflow.isolation import kernel
+from rillflow.isolation.frames import Frame, FrameError, FrameReader, encode, write_all
+from rillflow.isolation.kernel import (
     ALL_BELOW,
     IPC,
     MOUNTS,
@@ -57,11 +57,11 @@ from rillflow.rewards.kernel import (
     mount,
     set_attributes,
 )
+from rillflow.isolation.sandbox import FUNCTION_USER, SIZE, bind, mount_processes, outermost
 from rillflow.rewards.logged import Sums, merged, sums_of
 from rillflow.rewards.outcome import VERDICT_CHARACTERS, Verdict, is_verdict
 from rillflow.rewards.program_files import ProgramFiles
 from rillflow.rewards.program_watch import ProgramWatch
-from rillflow.rewards.sandbox import FUNCTION_USER, SIZE, bind, mount_processes, outermost
 
 CELL_BYTES = 1 << 22
 """Longest answer of one cell, in bytes."""
@@ -83,7 +83,7 @@ class CellRules:
     has_users: bool
     """Whether functions and programs run as separate users."""
     call_filter: bytes
-    """Filter of denied system calls, as ``kernel.build_filter`` returns it."""
+    """Filter of denied system calls, as ``isolation.kernel.build_filter`` returns it."""
     watched_filter: bytes = b""
     """The same filter for a reward's cells, whose programs a ``ProgramWatch`` watches."""
     has_door: bool

@@ -23,7 +23,6 @@ import os
 import reprlib
 import secrets
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,11 +30,11 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from rillflow.errors import RewardError
-from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode
+from rillflow.isolation.frames import Frame, FrameError, FrameReader, encode
+from rillflow.isolation.sandbox import Level, Visible
 from rillflow.rewards.function import FunctionPath, Parameters
 from rillflow.rewards.logged import Sums, sums_of
 from rillflow.rewards.outcome import VERDICT_CHARACTERS, Outcome, Score, Verdict, is_verdict
-from rillflow.rewards.sandbox import Level, Visible
 from rillflow.rewards.supervised import REFUSED, Supervised
 from rillflow.rewards.text_execution import visible_to
 
@@ -227,11 +226,8 @@ class Child:
         self.state = State.ENDED
         self.deadline = math.inf
         self._pipes.close()
-        for end in (self._process.terminate, self._process.kill):
-            end()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_LIMIT_S)
-                return
+        if self._process.end(terminated_s=STOP_LIMIT_S, killed_s=STOP_LIMIT_S) is not None:
+            return
         raise RewardError(
             f"process {self._process.pid} of {self._function} does not end",
             why=f"it was killed {STOP_LIMIT_S:g} s ago; the kernel is waiting for a device or a file system",

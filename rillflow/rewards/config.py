@@ -33,7 +33,7 @@ class HttpConfig(Section):
 
 
 class JudgeConfig(Section):
-    """Language model that compares answers, or rates them."""
+    """Language model that compares or rates answers."""
 
     model: str | None = Field(
         None,

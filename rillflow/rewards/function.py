@@ -17,8 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from rillflow.errors import RewardError, nearest
-from rillflow.rewards.frames import Frame
+from rillflow.errors import RewardError, install_package, nearest
+from rillflow.isolation.frames import Frame
+from rillflow.rewards.syntax import parsed
 
 Text = str | Sequence[Mapping[str, object]]
 """A prompt or a completion: a text, or a list of chat messages."""
@@ -96,7 +97,7 @@ def _built_in(name: str) -> FunctionPath:
         raise RewardError(
             f"reward.function is {name!r}, and {package} is not installed",
             why="the function calls it",
-            fix=f"pip install 'rillflow[{name.partition('-')[0]}]'",
+            fix=install_package(name.partition("-")[0]),
         )
     return FunctionPath(file=_FOLDER / BUILT_IN[name], name=name.replace("-", "_"))
 
@@ -188,7 +189,7 @@ def _locate(path: Path, named: str) -> Path:
 
 def _parse(file: Path) -> ast.Module:
     try:
-        return ast.parse(file.read_bytes(), filename=str(file))
+        return parsed(file.read_bytes(), str(file))
     except SyntaxError as error:
         raise RewardError(
             f"{file} is not Python: {error.msg}",

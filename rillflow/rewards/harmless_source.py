@@ -391,7 +391,7 @@ class _Reader(ast.NodeVisitor):
             self._doubt(node, "may move a file (.replace with one argument)")
 
     def _makes_object(self, node: ast.Call) -> bool:
-        """Return whether a call only makes an object of a class, or sets one attribute of it."""
+        """Return whether a call only makes an object of a class or sets one attribute of the object."""
         match node:
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id=kind), attr="__new__"), args=[ast.Name(id=of)]

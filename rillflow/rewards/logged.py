@@ -22,7 +22,7 @@ Sums = Mapping[str, tuple[float, int]]
 
 
 class Logged:
-    """The values of one call; calling it adds one.
+    """The logged values of one call; call the object to add a value.
 
     Example:
         log_metric = Logged()

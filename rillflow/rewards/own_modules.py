@@ -1,4 +1,4 @@
-"""Own modules: find the user's files that a function loads, by parsing them.
+"""Own modules: find the user's files that a function loads, by parsing the sources.
 
     the function's file ── import ──> a module beside it, in a folder beside it, or in another folder
                                       of the user that Python finds ── import ──> further modules
@@ -18,8 +18,12 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+from rillflow.isolation.sandbox import python_folders
 from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.sandbox import python_folders
+from rillflow.rewards.syntax import parsed
+
+_IMPORTING = ("import_module", "__import__")
+"""Functions that import the module of a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ def own_sources(function: FunctionPath) -> Iterator[OwnSource]:
         file, root = waiting.pop(0)
         try:
             text = function.text.encode() if function.text and file == function.file else file.read_bytes()
-            source = OwnSource(file=file, root=root, tree=ast.parse(text))
+            source = OwnSource(file=file, root=root, tree=parsed(text))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue  # loading it will report the problem
         yield source
@@ -55,13 +59,18 @@ def own_sources(function: FunctionPath) -> Iterator[OwnSource]:
 
 
 def imported(source: OwnSource) -> Iterator[str]:
-    """Yield the dotted names of everything that a file imports, which may be a module or a name in one."""
+    """Yield the dotted names that a file imports: modules, or names in modules."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = absolute(node, source)
             yield from (f"{module}.{alias.name}" if module else alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            name = node.args[0].value
+            if called in _IMPORTING and isinstance(name, str) and not name.startswith("."):
+                yield name
 
 
 def absolute(node: ast.ImportFrom, source: OwnSource) -> str:

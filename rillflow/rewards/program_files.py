@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rillflow.rewards.kernel import running_programs
+from rillflow.isolation.kernel import running_programs
 
 KEEP = "rillflow.keep_files"
 """Audit event with the files that ``programs.keep_files`` keeps."""
@@ -165,7 +165,7 @@ class ProgramFiles:
         self._only_compilers &= _is_compiler(program, command, environment)
 
     def _undo(self, now: dict[str, _Entry], named: set[str]) -> None:
-        """Bring the files to the state in which the function left them.
+        """Restore the files to their state at the end of the function.
 
         Args:
             now: the files now.
@@ -203,7 +203,7 @@ class ProgramFiles:
                 raise RuntimeError(f"a program left a second name of {path}, where the function then wrote")
 
     def _named(self, command: object, folder: object) -> set[str]:
-        """Return the paths that a command names, with a dot or a slash in them."""
+        """Return the words of a command that look like paths: with a dot or a slash."""
         start = _absolute(folder) if isinstance(folder, str | bytes | os.PathLike) else Path.cwd()
         return {os.path.normpath(Path(start, word)) for word in _words(command) if set(word) & set("/.")}
 

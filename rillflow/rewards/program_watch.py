@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rillflow.rewards.kernel import COUNT_PROGRAMS, waiting_calls
+from rillflow.isolation.kernel import COUNT_PROGRAMS, waiting_calls
 
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _NOTICE = struct.Struct("=QIIiIQ6Q")
@@ -47,7 +47,7 @@ _PAUSE_S = 0.0002
 
 @dataclass(frozen=True, kw_only=True)
 class _Process:
-    """One process below the cell's process 1, as /proc shows it."""
+    """One process below the cell's process 1, read from /proc."""
 
     process: int
     """Process id."""

@@ -1,4 +1,4 @@
-"""Programs: run a model's Python code isolated from the process that scores it.
+"""Programs: run a model's Python code isolated from the scoring process.
 
     run_python(code) ── a socket for one request ──> process 1 of a cell: limits, output <── start ── runner
                                                         └─ fork ─> the program
@@ -38,17 +38,19 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from rillflow.errors import RewardError
+from rillflow.isolation.frames import Frame, FrameError, FrameReader, encode, read_frames, write_all
+from rillflow.isolation.kernel import BIND, MOUNTS, NO_DEVICES, NO_SET_USER, READ_ONLY, ask, mount
+from rillflow.isolation.sandbox import PROGRAM_USER, Level, Visible
 from rillflow.rewards.cells import CellRules, fork, furnish, give_up, start
-from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode, read_frames, write_all
-from rillflow.rewards.kernel import BIND, MOUNTS, NO_DEVICES, NO_SET_USER, READ_ONLY, ask, mount
 from rillflow.rewards.program_files import KEEP
-from rillflow.rewards.sandbox import PROGRAM_USER, Level, Visible
 from rillflow.rewards.supervised import RUNNER, Supervised
 
 OUTPUT_BYTES = 1 << 20
 """Bytes of stdout, and of stderr, that are kept; the rest is read and dropped."""
 
 _ANSWER_BYTES = 12 * OUTPUT_BYTES + (1 << 16)
+_STOP_S = 10.0
+"""Longest time in seconds for a sandbox to end before it is killed."""
 _GRACE_S = 10.0
 _FILE = "/tmp/program.py"
 _LAST_DESCRIPTOR = 4096
@@ -138,8 +140,7 @@ def _runner(stack: ExitStack) -> socket.socket:
         plan = Supervised(level=Level.FULL, visible=Visible(), status=said, programs=theirs.fileno())
         process = plan.start()
         os.close(said)
-        stack.callback(process.wait)
-        stack.callback(process.terminate)
+        stack.callback(process.end, terminated_s=_STOP_S)
     if wait([ours.fileno(), status]) == [status]:
         told = os.read(status, 4096).decode(errors="replace")
         raise RewardError(

@@ -20,19 +20,20 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.judge_prompt import RATING
 
 _MARGIN_S = 0.5
-_SCHEMES = ("http", "https")
+SCHEMES = ("http", "https")
+"""Schemes of addresses of servers that score."""
 
 
 def is_url(text: str) -> bool:
     """Return whether a text names a server, and not a function."""
-    return text.partition("://")[0] in _SCHEMES
+    return text.partition("://")[0] in SCHEMES
 
 
 def url_problem(setting: str, url: str) -> ConfigError | None:
     """Return what is wrong with a setting that is an address; None if nothing is."""
     try:
         parts = urlsplit(url)
-        is_whole = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+        is_whole = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_whole = False
     if not is_whole:

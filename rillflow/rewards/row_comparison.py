@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.syntax import parsed
 
 _JOINS = re.compile(
     r"max|min|f?sum|sorted|f?mean|median|mode|p?stdev|p?variance|std|var|arg(max|min|sort)|sort|topk|rank(data)?"
@@ -41,16 +42,18 @@ class RowComparison:
     """A place where a function compares rows.
 
     Example:
-        RowComparison(line=7, text="max(scores)")
+        RowComparison(file="reward.py", line=7, text="max(scores)")
     """
 
+    file: str
+    """Name of the file."""
     line: int
-    """Line number in its file, from 1."""
+    """Line number in the file, from 1."""
     text: str
     """The compared expression."""
 
     def __str__(self) -> str:
-        return f"{self.text}, line {self.line}"
+        return f"{self.text}, {self.file}:{self.line}"
 
 
 def row_comparisons(function: FunctionPath) -> list[RowComparison]:
@@ -58,20 +61,31 @@ def row_comparisons(function: FunctionPath) -> list[RowComparison]:
     if function.address:
         return []
     known = dict(_functions(function))
-    start = known.get(_started(function)) or known.get("__call__")
-    if start is None:
+    first = known.get(_started(function)) or known.get("__call__")
+    if first is None:
         return []
+    start = first.function
     names = {each.arg for each in _parameters(start)} - {"self", *_LOGS}
     rows = {start.args.kwarg.arg} if start.args.kwarg is not None else set[str]()
     reader = _Reader(known=known)
-    reader.read(start, frozenset(names), frozenset(rows))
-    return sorted(reader.places, key=lambda each: each.line)
+    reader.read(first, frozenset(names), frozenset(rows))
+    return sorted(reader.places, key=lambda each: (each.file, each.line))
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def _functions(function: FunctionPath) -> Iterator[tuple[str, Function]]:
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """A function and the name of its file."""
+
+    file: str
+    """Name of the file."""
+    function: Function
+    """Its syntax tree."""
+
+
+def _functions(function: FunctionPath) -> Iterator[tuple[str, _Known]]:
     """Yield the functions of a file by name, after those of modules next to it that it imports."""
     tree = _parsed(function.text.encode() if function.text else None, function.file)
     for node in ast.walk(tree):
@@ -81,8 +95,8 @@ def _functions(function: FunctionPath) -> Iterator[tuple[str, Function]]:
             path = function.file.parent.joinpath(*module.split("."))
             for file in (path.with_suffix(".py"), path / "__init__.py"):
                 if module and file.is_file() and file != function.file:
-                    yield from _defined(_parsed(None, file))
-    yield from _defined(tree)
+                    yield from _defined(_parsed(None, file), file.name)
+    yield from _defined(tree, function.file.name)
 
 
 def _started(function: FunctionPath) -> str:
@@ -99,15 +113,15 @@ def _started(function: FunctionPath) -> str:
 
 def _parsed(text: bytes | None, file: Path) -> ast.Module:
     try:
-        return ast.parse(file.read_bytes() if text is None else text)
+        return parsed(file.read_bytes() if text is None else text)
     except (OSError, SyntaxError, ValueError):
         return ast.Module(body=[], type_ignores=[])  # loading the function reports the problem
 
 
-def _defined(tree: ast.Module) -> Iterator[tuple[str, Function]]:
+def _defined(tree: ast.Module, file: str) -> Iterator[tuple[str, _Known]]:
     for node in ast.walk(tree):
         if isinstance(node, Function):
-            yield node.name, node
+            yield node.name, _Known(file=file, function=node)
 
 
 def _parameters(function: Function) -> list[ast.arg]:
@@ -119,19 +133,20 @@ def _parameters(function: Function) -> list[ast.arg]:
 class _Reader:
     """The functions that receive whole lists of rows."""
 
-    known: Mapping[str, Function]
+    known: Mapping[str, _Known]
     """Functions by name."""
     places: set[RowComparison] = field(default_factory=set)
     """Places where rows are compared."""
     read_before: set[tuple[str, frozenset[str]]] = field(default_factory=set)
     """Functions that were read, with the parameters that are lists over rows."""
 
-    def read(self, function: Function, lists: frozenset[str], columns: frozenset[str]) -> None:
+    def read(self, known: _Known, lists: frozenset[str], columns: frozenset[str]) -> None:
         """Read a function twice, because a loop may use a list that its later lines fill."""
+        function = known.function
         if (function.name, lists) in self.read_before:
             return
         self.read_before.add((function.name, lists))
-        body = _Body(self, {*lists}, columns)
+        body = _Body(self, known.file, {*lists}, columns)
         for statement in (*function.body, *function.body):
             body.visit(statement)
 
@@ -141,19 +156,31 @@ class _Body(ast.NodeVisitor):
 
     Args:
         reader: receives the places.
+        file: name of its file.
         lists: names of lists over the rows; more are added as they are assigned.
         columns: names of dicts that have such lists as values.
     """
 
-    def __init__(self, reader: _Reader, lists: set[str], columns: frozenset[str]) -> None:
-        self._reader, self._lists, self._columns = reader, lists, columns
+    def __init__(self, reader: _Reader, file: str, lists: set[str], columns: frozenset[str]) -> None:
+        self._reader, self._file, self._lists, self._columns = reader, file, lists, columns
         self._inside = 0
-        self._of_a_row = set[str]()
+        self._of_a_row, self._joined = set[str](), set[str]()
 
     def visit_Assign(self, node: ast.Assign) -> None:
+        if self._accumulates(node.targets[0], node.value):
+            return
         self.visit(node.value)
         for target in node.targets:
             self._assign(target, node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        added = ast.BinOp(left=node.target, op=node.op, right=node.value)
+        if not self._accumulates(node.target, added):
+            self.visit(node.value)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load) and node.id in self._joined:
+            self._found(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
@@ -209,7 +236,7 @@ class _Body(ast.NodeVisitor):
             self._fill(node, owner)
         called = self._reader.known.get(name)
         if called is not None and whole:
-            self._reader.read(called, self._passed(node, called), frozenset())
+            self._reader.read(called, self._passed(node, called.function), frozenset())
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -224,7 +251,7 @@ class _Body(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _enter(self, iterated: ast.expr) -> bool:
-        """Return whether a loop goes over the rows; a second one inside compares them."""
+        """Return whether a loop goes over the rows; a second loop inside compares rows."""
         is_loop = self._is_rows(iterated)
         if is_loop and self._inside:
             self._found(iterated)
@@ -240,6 +267,20 @@ class _Body(ast.NodeVisitor):
                 self._lists.discard(name)
             if self._inside:
                 self._of_a_row.add(name)
+
+    def _accumulates(self, target: ast.expr, value: ast.expr) -> bool:
+        """Note a name, or a table, to which a loop over the rows adds what a row has, as a sum does."""
+        owner = target.value if isinstance(target, ast.Subscript) else target
+        if not (self._inside and isinstance(owner, ast.Name)) or owner.id in self._of_a_row:
+            return False
+        read = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)}
+        if owner.id not in read:
+            return False
+        if isinstance(value, ast.BinOp) and isinstance(value.right, ast.List | ast.ListComp):
+            self._lists.add(owner.id)  # entries for the rows, as ``append`` adds them
+        elif read - {owner.id}:  # a constant counts the rows
+            self._joined.add(owner.id)
+        return True
 
     def _fill(self, node: ast.Call, owner: ast.expr) -> None:
         """Follow what a loop over the rows adds to a list or set from outside the loop."""
@@ -303,7 +344,7 @@ class _Body(ast.NodeVisitor):
         )
 
     def _found(self, node: ast.expr) -> None:
-        self._reader.places.add(RowComparison(line=node.lineno, text=ast.unparse(node)[:60]))
+        self._reader.places.add(RowComparison(file=self._file, line=node.lineno, text=ast.unparse(node)[:60]))
 
 
 def _arguments(node: ast.Call) -> list[ast.expr]:

@@ -26,11 +26,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from rillflow.errors import RewardError
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.child import Answer, Child, State
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import Columns, FunctionPath, Parameters, call_frame, choose
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.text_execution import is_shut_in
 
 RETRIES = 4
@@ -186,7 +186,7 @@ class CallScheduler(ExitStack):
             self._end_calls(self._jobs.pop(key))
 
     def abandon(self) -> None:
-        """Cancel every key, because an error has perhaps taken an answer with it."""
+        """Cancel every key, because an error may have lost an answer."""
         for key in [*self._jobs, *self.finished]:
             self.cancel(key)
 

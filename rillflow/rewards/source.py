@@ -28,6 +28,7 @@ from typing import Any
 
 from rillflow.errors import RewardError
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.syntax import parsed
 
 _WEIGHT = "# weight "
 _HEAD = "from __future__ import annotations\n"
@@ -35,7 +36,7 @@ _READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 
 
 def shipped(function: Callable[..., Any], weight: float = 1.0) -> FunctionPath:
-    """Return a function together with the source text that recreates it.
+    """Return a function together with source text that defines the same function.
 
     Args:
         function: a function made by ``def`` or ``lambda``, anywhere; a ``functools.partial`` of one; or an
@@ -173,7 +174,7 @@ def _definition(name: str, function: FunctionType) -> str:
     """Return the statement that makes a function, including decorators."""
     code, kinds = function.__code__, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     try:
-        tree = ast.parse("".join(inspect.findsource(function)[0]))
+        tree = parsed("".join(inspect.findsource(function)[0]))
     except (OSError, SyntaxError) as error:
         raise RewardError(
             f"the source text of the reward function {name} is not available",
@@ -198,7 +199,7 @@ def _class_definition(kind: type) -> str:
     """Return the statement that makes a class, found by the lines of its methods; empty if there is none."""
     for method in filter(inspect.isfunction, vars(kind).values()):
         try:
-            tree = ast.parse("".join(inspect.findsource(method)[0]))
+            tree = parsed("".join(inspect.findsource(method)[0]))
         except (OSError, SyntaxError):
             continue
         line = method.__code__.co_firstlineno
@@ -210,7 +211,7 @@ def _class_definition(kind: type) -> str:
 
 
 def _line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
-    """Return the first line of a function's code: that of its first decorator, if it has one."""
+    """Return the first line of a function's code: a decorator's line, or that of ``def``."""
     decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
     return decorators[0].lineno if decorators else node.lineno
 

@@ -9,7 +9,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rillflow.rewards.sandbox import Level, Visible, clean_environment
+from rillflow.isolation.child_process import ChildProcess
+from rillflow.isolation.sandbox import Level, Visible, clean_environment
 
 RUNNER = "RILLFLOW_PROGRAM_RUNNER"
 """Environment variable with the descriptor of the sandbox's runner, in the process that has it."""
@@ -50,7 +51,7 @@ class Supervised:
         """Descriptors that the supervisor inherits from the driver, besides its output."""
         return {self.status, self.requests, self.answers, self.programs, self.door} - {-1}
 
-    def start(self, printed: int | None = None) -> subprocess.Popen[bytes]:
+    def start(self, printed: int | None = None) -> ChildProcess:
         """Start the supervisor in a new session.
 
         Args:
@@ -60,15 +61,11 @@ class Supervised:
             OSError: the system cannot start another process.
         """
         told = asdict(self) | {"driver": os.getpid()}
-        output = subprocess.DEVNULL if printed is None else printed
-        return subprocess.Popen(
+        return ChildProcess(
             [*_INTERPRETER, str(_PACKAGE_ROOT), json.dumps(told)],
-            env=clean_environment() if self.level.is_sandbox else None,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=self.passed,
-            start_new_session=True,
+            descriptors=[*self.passed],
+            output=subprocess.DEVNULL if printed is None else printed,
+            environment=clean_environment() if self.level.is_sandbox else None,
         )
 
     @staticmethod

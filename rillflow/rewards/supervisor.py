@@ -37,11 +37,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from rillflow.rewards.calling import serve
-from rillflow.rewards.cells import CellRules, RowCells, describe_end, fork
-from rillflow.rewards.kernel import PIDS, USERS, adopt_orphans, build_filter, end_with_parent, has_filter
-from rillflow.rewards.programs import serve_programs
-from rillflow.rewards.sandbox import (
+from rillflow.isolation.kernel import PIDS, USERS, adopt_orphans, build_filter, end_with_parent, has_filter
+from rillflow.isolation.sandbox import (
     SHUT_IN,
     Level,
     MemoryGroup,
@@ -50,6 +47,9 @@ from rillflow.rewards.sandbox import (
     python_folders,
     show_own_processes,
 )
+from rillflow.rewards.calling import serve
+from rillflow.rewards.cells import CellRules, RowCells, describe_end, fork
+from rillflow.rewards.programs import serve_programs
 from rillflow.rewards.supervised import REFUSED, RUNNER, Supervised
 
 MAX_PROCESSES = 512
@@ -288,7 +288,7 @@ def _rules(plan: Supervised, held: _Held) -> CellRules:
         call_filter=build_filter(is_memory_counted=is_counted),
         watched_filter=build_filter(is_memory_counted=is_counted, is_watched=True),
         has_door=plan.door >= 0,
-        python=_below_tmp(python_folders()),
+        python=_below_tmp([*python_folders(), *plan.visible.packages]),
         visible=_below_tmp([plan.visible.folder, *plan.visible.copies, *plan.visible.shown]),
     )
 

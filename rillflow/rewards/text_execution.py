@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Literal
 
 from rillflow.errors import RewardError
+from rillflow.isolation.sandbox import Visible, installed_folders
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.harmless_source import Doubt, doubts
 from rillflow.rewards.own_modules import own_sources
-from rillflow.rewards.sandbox import Visible
 
 Setting = Literal["auto"] | bool
 """Type of ``reward.sandbox``."""
@@ -96,11 +96,12 @@ def text_uses(function: FunctionPath) -> list[TextUse]:
 
 
 def visible_to(function: FunctionPath) -> Visible:
-    """Return the user's files that a sandbox shows: the function's, its own modules, listed files."""
+    """Return the files that a sandbox shows: the function's, its own modules, listed files, packages."""
     return Visible(
         folder="" if function.text else str(function.file.parent),
         copies=[str(file) for file in dict.fromkeys(_copied(function)) if file.is_file()],
         shown=[str(file) for file in function.files],
+        packages=installed_folders(),
     )
 
 

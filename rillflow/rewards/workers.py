@@ -31,12 +31,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.child import next_answers
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import Columns, FunctionPath, Parameters, Text
 from rillflow.rewards.logged import merged
 from rillflow.rewards.outcome import FAILURES, Outcome, Score
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.scheduler import CallScheduler, Key
 
 
@@ -164,7 +164,7 @@ class WeightedWorkers(ExitStack):
         return [key for key in first.finished if all(key in each.finished for each in others)]
 
     def _taken(self, key: Key) -> list[Score]:
-        """Return the scores of a finished key, and forget it."""
+        """Return the scores of a finished key, and forget the key."""
         each = [scheduler.finished.pop(key) for scheduler in self._schedulers]
         return [self._summed(scores) for scores in zip(*each, strict=True)]
 

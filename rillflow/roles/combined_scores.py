@@ -31,7 +31,7 @@ _MEMBERS: Mapping[str, type[PanelMember]] = {"function": Reward, "model": Reward
 
 
 class Panel:
-    """Several scorers combined into one.
+    """One score from several scorers.
 
     Args:
         members: scorers by name.

@@ -176,7 +176,7 @@ def _silent(met: float) -> Score:
 
 
 def prompt_text(columns: str) -> str:
-    """Return the prompt in a row's field ``columns``; for a conversation its turns, one line each."""
+    """Return the prompt in a row's field ``columns``; a conversation has one line per turn."""
     prompt = json.loads(columns)["prompt"]
     if isinstance(prompt, str):
         return prompt

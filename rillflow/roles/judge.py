@@ -1,4 +1,4 @@
-"""The judge: a language model that reads answers and compares two, or rates each.
+"""The judge: a language model that compares pairs of answers or rates single answers.
 
     pairs ─ questions, in both orders or in one drawn by the seed ─ update ─> metrics     loss on the label
     rollouts ─ groups of one prompt ─┬─ every two, or winner against next ─ both orders ─> p(i beats j) ─┐
@@ -106,7 +106,7 @@ class Judge(TrainedRole[LanguageModel]):
     def update(
         self, /, pairs: Batch, loss: Any, passes: PassesConfig, orders: str = "both", **options: Any
     ) -> dict[str, Metric]:
-        """Make optimiser steps over pairs of answers, one better than the other.
+        """Make optimiser steps over pairs of a better and a worse answer.
 
         Args:
             pairs: two rows per pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.

@@ -23,7 +23,7 @@ from rillflow.records.row import RowId
 
 _TEXTS, _TOKENS = 4, 16
 _LARGEST_GAP = 1e-3
-"""Largest difference of a log probability in float32; rounding stays below a tenth of it."""
+"""Largest difference of a log probability in float32; rounding stays below a tenth of this."""
 _MEAN_GAP = 0.05
 """Largest mean difference of log probabilities where rounding is coarse."""
 

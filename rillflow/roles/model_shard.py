@@ -115,7 +115,7 @@ class ModelShard(Generic[Model]):
         return names
 
     def _read(self, known: Set[str]) -> None:
-        """Read this rank's slices of the model's weights, except the known ones."""
+        """Read this rank's slices of the model's weights, except the known slices."""
         rank, met = self.groups.everyone.rank, None
         held = {name: each for name, each in self.parallel.parameters.items() if name not in known}
         try:

@@ -48,7 +48,7 @@ from rillflow.workers.transfer import BROADCAST, SPLIT_DP, SPLIT_DP_REDUCE
 MODEL_OUTPUTS = ("logprobs", "entropy", "likeliest", "old_logprobs", "row_lengths")
 """Inputs of a loss besides fields."""
 KNOWN = ("versions", SAMPLED, "old_logprobs", "preferred", *ROUTES)
-"""Fields that an update reads from sampled rows, or from pairs of them."""
+"""Fields that an update reads from sampled rows or pairs of rows."""
 
 
 class Policy(TrainedRole[LanguageModel]):
@@ -98,7 +98,7 @@ class Policy(TrainedRole[LanguageModel]):
                 ranks=setting.site.ranks,
                 version=setting.version,
             )
-        has_canary = Capability.SCORE in engine_class(setting.rollout.engine).can
+        has_canary = Capability.SCORE in engine_class(setting.engine).can
         return cls(share, setting.training, rollout=setting.rollout, weights=weights, has_canary=has_canary)
 
     def _be_training(self) -> None:

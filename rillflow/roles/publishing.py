@@ -60,7 +60,7 @@ class SharedWeights:
         self._asleep: Callable[[], None] | None = None
 
     def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
-        """Announce the trained weights as this version; every rank of the trainer calls it.
+        """Announce the trained weights as this version; a collective call of the trainer's ranks.
 
         Args:
             version: publishes so far.
@@ -72,7 +72,7 @@ class SharedWeights:
         self.version, self.canary = version, canary
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
-        """Load the published weights into the module; every rank of the sampler calls it.
+        """Load the published weights into the module; a collective call of the sampler's ranks.
 
         Args:
             asleep: called when these ranks turn to training, so that the engine frees memory.
@@ -83,7 +83,7 @@ class SharedWeights:
         self._asleep = asleep
 
     def turn_to_training(self) -> None:
-        """Give the trainer its weights; every rank calls it."""
+        """Give the trainer its weights; a collective call."""
         asleep, self._asleep = self._asleep, None  # once, also if it fails or hangs: a save must go on
         if asleep is not None:
             asleep()
@@ -248,7 +248,7 @@ class ReceivedWeights(_End):
             unpack(self._plan, self._rank, rank, each, self._held, self._plan.buckets[bucket].parts)
 
     def serve(self, announced: Digests) -> int:
-        """Verify the received weights and make them the sampled version; every rank of the sampler calls it.
+        """Verify the received weights, the new sampled version; a collective call of the sampler's ranks.
 
         Returns:
             The version.
@@ -320,7 +320,7 @@ def lay_out(
 
 
 def _announced(share: ModelShard[LanguageModel], version: int, compared: bool) -> Digests:
-    """Return the digests of the trainer's weights, if ``compared``; every rank of the trainer calls it."""
+    """Return the digests of the trainer's weights, if ``compared``; a collective call of its ranks."""
     held, everyone = share.parallel.parameters, share.groups.everyone
     found = digests(share.written, share.layout, held, everyone) if compared else {}
     return Digests(version=version, of=found)

@@ -80,7 +80,7 @@ def logged_metrics(rows: Batch, area: str) -> dict[str, Metric]:
 
 
 def cost_metrics(scores: Batch) -> dict[str, Metric]:
-    """Return metrics of the costs, and the share of rows that have one."""
+    """Return metrics of the costs, and the share of rows with a cost."""
     valid = scores.dense("valid")
     costs = scores.dense("costs")[valid].double()
     metrics: dict[str, Metric] = {
@@ -114,7 +114,7 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Answers:
-    """Rows as the functions see them; a row whose agent failed is not sent to them."""
+    """Rows in the form that functions score; without rows whose agent failed."""
 
     ids: Tensor
     """[B, 3] ids of all rows."""
@@ -136,7 +136,7 @@ class _Answers:
 
 
 class Reward:
-    """A reward function and the workers that call it.
+    """A reward function and its workers.
 
     Args:
         workers: the children that call the function.
@@ -223,7 +223,7 @@ class Reward:
         return Scored(complete=complete, waiting=len(self._waiting))
 
     def collect(self, groups: Sequence[GroupId]) -> Batch:
-        """Return the fields of ``score`` for complete groups, and forget them.
+        """Return the fields of ``score`` for complete groups, and forget these groups.
 
         Rows are ordered by group as given and, within a group, as they were given to ``advance``.
 

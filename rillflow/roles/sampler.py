@@ -23,14 +23,13 @@ from rillflow.records.batch import Batch, batch_bytes, load_batch
 from rillflow.records.metrics import Max, Mean, Metric, Sum, mean_of
 from rillflow.records.rollout import Finish, Rollout, moved_batch, rollout_batch, rollouts_of, starts
 from rillflow.records.row import RowId
-from rillflow.rewards.function import parse_function
 from rillflow.rewards.logged import Sums, merged
 from rillflow.rewards.outcome import LOGGED
 from rillflow.roles.logprob_check import canary_texts, check_canary
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights
 from rillflow.roles.setting import RoleSetting
-from rillflow.rollout.config import SERVICE, VLLM, RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Engine, EngineLost, Stops, engine_class, losses, server_python
+from rillflow.rollout.config import RolloutConfig, SamplingConfig, server_python
+from rillflow.rollout.engine import Engine, EngineLost, Stops, engine_class, engine_options, losses
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs.durable import write_flushed, writing
 from rillflow.tasks.encoded import Encoder
@@ -97,7 +96,7 @@ class Advanced:
 
 @dataclass(frozen=True, kw_only=True)
 class Released:
-    """Groups that were taken out of a sampler to run on others."""
+    """Groups that were taken out of a sampler to run on other samplers."""
 
     running: Sequence[Mapping[GroupId, int]]
     """Unfinished groups of each part, each with the number of its running rows."""
@@ -170,33 +169,22 @@ class Sampler:
             site = setting.site
             weights = ReceivedWeights(model, mesh=setting.generate, ranks=site.ranks, rank=site.place.rank)
         rollout = setting.rollout
-        engine: Callable[..., Engine] = engine_class(rollout.engine)
+        engine: Callable[..., Engine] = engine_class(setting.engine)
         if rollout.server is not None:
             server = str(server_python(rollout.server, setting.base))
             rollout = rollout.model_copy(update={"server": server})
-        if rollout.engine == VLLM:
-            place = setting.site.place
-            engine = partial(engine, home=setting.run / VLLM / f"{place.pool}-{place.rank}")
-        if rollout.engine == SERVICE:
-            engine = partial(engine, site=setting.site, base=setting.base, folder=setting.run / SERVICE)
-        if rollout.agent is not None:
-            from rillflow.serving.agents import AgentEngine
-
-            engine = partial(
-                AgentEngine,
-                inner=engine,
-                function=parse_function(rollout.agent.function, setting.base, "agent"),
-                encoder=Encoder.of(model.tokenizer, setting.task),
-                stack=setting.site.stack,
-            )
+        if setting.engine_options is not None:
+            engine = partial(engine, **engine_options(setting.engine_options)(setting))
+        if setting.wrap is not None:
+            engine = setting.wrap(engine, setting, model)
         if rollout.environment is not None:
             from rillflow.serving.environments.engine import EnvironmentEngine
-            from rillflow.serving.environments.source import parse_environment
 
+            assert setting.environment is not None, "the recipe has an environment"
             engine = partial(
                 EnvironmentEngine,
                 inner=engine,
-                source=parse_environment(rollout.environment, setting.base),
+                source=setting.environment,
                 encoder=Encoder.of(model.tokenizer, setting.task),
                 stack=setting.site.stack,
             )
@@ -250,7 +238,7 @@ class Sampler:
         wanted: int = 0,
         enough: float = inf,
     ) -> Advanced:
-        """Let running rows continue with the present weights; every rank of a replica calls it.
+        """Let running rows continue with the present weights; a collective call of a replica's ranks.
 
         Args:
             prompts: prompts that start to run; None for none.
@@ -384,9 +372,9 @@ class Sampler:
 
         They stay until the last part is taken; these ranks get no other request before.
         """
-        if self._lost is not None:
-            raise self._lost
         self.weights.turn_to_generation(self._sleep)
+        if self._lost is not None:  # not before: the other ranks move weights with this one
+            raise self._lost
         self.engine.wake()
         if self._loaded != self.weights.version:
             self._loaded, version = -1, self.weights.version

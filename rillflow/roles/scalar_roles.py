@@ -204,7 +204,7 @@ class RewardModel(TrainedRole[ScalarModel]):
         model_outputs=("chosen", "rejected"),
     )
     def update(self, /, pairs: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
-        """Make optimiser steps over pairs of answers, one better than the other.
+        """Make optimiser steps over pairs of a better and a worse answer.
 
         Args:
             pairs: two rows per pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.

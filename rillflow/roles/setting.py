@@ -8,12 +8,13 @@ Settings are sent to ranks; models are loaded where they are used.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rillflow.config.schema import Section
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import Model, choose_device, outline
 from rillflow.models.tokenizer import ModelInput, Tokenizer
@@ -23,7 +24,8 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.judge_prompt import FrameConfig
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.trained_role import Training
-from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.config import NATIVE, RolloutConfig
+from rillflow.serving.environments.source import EnvironmentSource
 from rillflow.tasks.config import TaskConfig
 from rillflow.training.config import TrainConfig
 from rillflow.workers.backend import Site
@@ -62,13 +64,21 @@ class RoleSetting:
     train: TrainConfig
     """Settings of the optimiser and of micro-batches."""
     rollout: RolloutConfig
-    """Sampling settings of the policy."""
+    """Sampling settings of the policy, without the sections of plugins."""
     task: TaskConfig
     """Settings that turn prompts into tokens."""
     limits: RewardConfig
     """Settings and limits of reward functions."""
     sizes: MeshSizes
     """Grid of the role's ranks in training and scoring."""
+    engine: str = NATIVE
+    """``package.module:Class`` of the rollout engine, or ``native``."""
+    engine_options: str | None = None
+    """``package.module:function`` that returns arguments that only this engine has; None for none."""
+    sections: Mapping[str, Section] = field(default_factory=dict)
+    """Sections that plugins added to the recipe, by dotted key."""
+    environment: EnvironmentSource | None = None
+    """Environment that writes the rows; None for none."""
     generate: Mesh | None = None
     """Grid on which the policy generates; None for a policy whose sampler has ranks of its own."""
     model: ModelConfig | None = None
@@ -78,7 +88,10 @@ class RoleSetting:
     functions: Sequence[FunctionPath] = ()
     """Functions that score."""
     scorers: Mapping[str, ModelConfig] = field(default_factory=dict)
-    """Models that score, by the setting that names them."""
+    """Models that score, by the name of their setting."""
+    wrap: Callable[..., Callable[..., Any]] | None = None
+    """Called with what makes the rollout engine, this setting and the policy's model; returns what makes an
+    engine whose rows agents write. None if the policy writes them alone."""
     judge: FunctionPath | None = None
     """Judge over HTTP; None for a judge that is a model, or none."""
     frame: FrameConfig | None = None
@@ -110,7 +123,8 @@ class RoleSetting:
         """Return the model to start from, or else the one of a setting, without reading its weights."""
         config, section = (self.model, "policy.model") if self.model else (self.scorers[scorer], scorer)
         device = choose_device(self.device)
-        return outline(kind, config, seed=self.seed, device=device, base=self.base, section=section)
+        model = outline(kind, config, seed=self.seed, device=device, base=self.base, section=section)
+        return replace(model, tokenizer=model.tokenizer.at(self.task.moment))
 
     def share(self, model: Model) -> ModelShard[Model]:
         """Load the rank's share of the model; two adapters of one base share the policy's base weights."""

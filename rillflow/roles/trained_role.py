@@ -50,7 +50,7 @@ class Training:
 
 
 class StatefulRole:
-    """A role whose weights change, so that checkpoints hold it."""
+    """A role whose weights change; checkpoints hold its state."""
 
     def __init__(self) -> None:
         self._saves = dict[Path, Saving]()
@@ -164,7 +164,7 @@ class TrainedRole(StatefulRole, Fusible, Generic[Model]):
         )
 
     def save(self, folder: Path) -> None:
-        """Write the state to resume from below a folder; all ranks call it.
+        """Write the state to resume from below a folder; a collective call.
 
         The weights become a Hugging Face directory named after the role, with the training state next to it.
 
@@ -179,7 +179,7 @@ class TrainedRole(StatefulRole, Fusible, Generic[Model]):
         return Saving(self.share, folder / self._name, state, self.trainer.optimizer.state())
 
     def save_weights(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face directory, and wait for it; all ranks call it.
+        """Write the weights as a Hugging Face directory, and wait for the files; a collective call.
 
         Raises:
             RunDirectoryError: the disk is full or fails; an earlier directory is left intact.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
 
 from rillflow.config.schema import Section
+from rillflow.config.user_paths import expanded
 
 LEAST_TEMPERATURE = 1e-3
 """Smallest temperature above 0; below it, divided float32 logits overflow. 0 takes the likeliest token."""
@@ -93,8 +95,6 @@ NATIVE = "native"
 """Name of the embedded engine."""
 VLLM = "vllm"
 """Name of the vLLM engine: in the rank's own process, or in a server process next to it."""
-SERVICE = "service"
-"""Name of the engine of the plugin service: programs in any language sample the rows over HTTP."""
 
 
 class AgentConfig(Section):
@@ -145,53 +145,24 @@ class EnvironmentConfig(Section):
     )
 
 
-class ServiceConfig(Section):
-    """Settings of the engine ``service``, whose rows other programs sample over HTTP."""
-
-    host: str = Field(
-        "127.0.0.1", min_length=1, description="Address that each sampler rank listens on, IPv4."
-    )
-    port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="Port of the first sampler rank, and of the next ones from there; 0: free.",
-    )
-    token_file: str | None = Field(
-        None,
-        min_length=1,
-        description="File with the token of every request; required if host is not loopback. Left out, a "
-        "new token.",
-    )
-    check_share: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="Share of the rows whose log probabilities the sampler's rank computes again; the first "
-        "row of each program and version always.",
-    )
-    check_tolerance: float | None = Field(
-        None,
-        gt=0,
-        description="Largest difference of a log probability in such a row. Left out, 0.001 in float32, "
-        "else 0.05 in the mean of the row.",
-    )
-    timeout_s: float = Field(
-        600.0, gt=0, description="Longest wait in seconds for the next row before the run stops."
-    )
-
-
 class RolloutConfig(SamplingConfig):
     """Settings of sampling and of the rollout engine."""
 
-    renamed: ClassVar[Mapping[str, str]] = {"parts": "stream_chunks", "verify_every": "weight_check_interval"}
+    renamed: ClassVar[Mapping[str, str]] = {
+        "parts": "schedule.stream_chunks",
+        "verify_every": "weight_check_interval",
+        **{
+            name: f"schedule.{name}"
+            for name in ("stream_chunks", "gather_rows", "gather_replicas", "gather_by", "keep_cache")
+        },
+    }
+    _keep_cache: bool = PrivateAttr(False)
 
     engine: str = Field(
         NATIVE,
         description="Rollout engine: native, vllm, service, or package.module:Class of your own; left out or "
         '"auto", vllm with rollout.server, else native.',
     )
-    service: ServiceConfig = Field(ServiceConfig(), description="Settings of the engine service.")
     server: str | None = Field(
         None,
         min_length=1,
@@ -217,31 +188,6 @@ class RolloutConfig(SamplingConfig):
         description="Largest KV cache per rank in GiB; rows without room wait. Left out, as much as the "
         "rows need.",
     )
-    stream_chunks: int = Field(
-        1,
-        gt=0,
-        description="Chunks of a step's prompts; the rows of a chunk go on to the next stage when all of "
-        "them have ended.",
-    )
-    gather_rows: int = Field(
-        0,
-        ge=0,
-        description="With fewer unfinished rows than this in a step, the rows gather on few replicas, and "
-        "the ranks of the others score; 0: never.",
-    )
-    gather_replicas: int = Field(
-        0, ge=0, description="Replicas that run the gathered rows; 0: the least that have room for them."
-    )
-    gather_by: Literal["cache", "tokens"] = Field(
-        "cache",
-        description="What gathered rows bring to their new replica: their KV cache, or tokens to prefill "
-        "again.",
-    )
-    keep_cache: bool = Field(
-        False,
-        description="Keep the KV cache when a row continues with new weights: faster but inexact. "
-        "Otherwise the row is prefilled again.",
-    )
     weight_check_interval: int = Field(
         1,
         gt=0,
@@ -257,6 +203,17 @@ class RolloutConfig(SamplingConfig):
     )
 
     @property
+    def keep_cache(self) -> bool:
+        """Whether a row that continues with new weights keeps its KV cache, as the run's schedule says."""
+        return self._keep_cache
+
+    def with_kept_cache(self, keep: bool = True) -> Self:
+        """Return these settings for rows that keep, or do not keep, their KV cache."""
+        config = self.model_copy()
+        config._keep_cache = keep
+        return config
+
+    @property
     def writer(self) -> str | None:
         """Setting of the agent or the environment that writes the rows; None if the policy does it alone."""
         if self.agent is not None:
@@ -264,6 +221,6 @@ class RolloutConfig(SamplingConfig):
         return None if self.environment is None else "rollout.environment"
 
 
-def gather_replicas(config: RolloutConfig) -> int:
-    """Return the number of replicas that run gathered rows: by default the least with a slot for each."""
-    return config.gather_replicas or -(-max(config.gather_rows - 1, 1) // config.max_rows)
+def server_python(server: str, base: Path) -> Path:
+    """Return the Python that ``rollout.server`` names, relative to the recipe's folder; keep its links."""
+    return (base / expanded(server)).absolute()

@@ -13,30 +13,25 @@ The native engine and vLLM implement it; ``rollout.engine = "package.module:Clas
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from importlib import import_module
-from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
-from rillflow.config.user_paths import expanded
 from rillflow.errors import ConfigError, RolloutError, RowError, nearest
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
-from rillflow.rollout.config import NATIVE, SERVICE, VLLM, RolloutConfig, SamplingConfig
+from rillflow.rollout.config import NATIVE, RolloutConfig, SamplingConfig
 from rillflow.rollout.native.scheduler import check_ids
 from rillflow.runs.error_lines import innermost_line
 from rillflow.workers.backend import RankLost
 from rillflow.workers.collectives import Ranks
 
-GROUP = "rillflow.engines"
-"""Entry points of engines that other distributions add, by their names in ``rollout.engine``."""
 _METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
 
 
@@ -233,10 +228,6 @@ class RowByRow:
         return self.step()
 
 
-_PARTIAL = "\ufffd"
-"""Character of the bytes of an unfinished character."""
-
-
 class Stops:
     """Texts that end a row; the text and any rest of its last token stay in the row.
 
@@ -264,21 +255,18 @@ class Stops:
                 token for token, piece in enumerate(pieces) if any(c in piece for c in characters)
             }
         self._texts = tuple(
-            text for text in one if text not in characters and tokenizer.special_in(text) != text
+            text.encode() for text in one if text not in characters and tokenizer.special_in(text) != text
         )
-        self.longest = max((len(text.encode()) for text in self._texts), default=0)
+        self.longest = max(map(len, self._texts), default=0)
         """Most tokens that a stop text needs; 0 if every stop is one byte or a special token."""
         self._tokenizer = tokenizer
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Return whether the last of these tokens, a row's last ``longest`` at most, completes a text."""
-        piece = self._tokenizer.pieces(tokens[-1:])[0]
-        may_complete = [text for text in self._texts if text[-1] in piece or not piece.isascii()]
-        if not may_complete:
-            return False
-        whole = self._tokenizer.decode(tokens)
-        known = len(self._tokenizer.decode(tokens[:-1]).rstrip(_PARTIAL))
-        return any(text in whole[max(0, known + 1 - len(text)) :] for text in may_complete)
+        parts = self._tokenizer.token_bytes(tokens)
+        known = sum(map(len, parts[:-1]))
+        said = b"".join(parts)
+        return any(text in said[max(0, known + 1 - len(text)) :] for text in self._texts)
 
 
 def check_tokens(rollout: Rollout, context: int, vocabulary: int) -> None:
@@ -316,7 +304,7 @@ def check_tokens(rollout: Rollout, context: int, vocabulary: int) -> None:
 
 
 def limit_of(rollout: Rollout, max_tokens: int, context: int) -> int:
-    """Return the length at which a row ends: prompt, inserted tokens and ``max_tokens`` sampled ones.
+    """Return the length at which a row ends: prompt, inserted and ``max_tokens`` sampled tokens.
 
     Raises:
         RolloutError: the row already has ``max_tokens`` sampled tokens.
@@ -370,13 +358,8 @@ def not_finite(row: RowId, position: int) -> RowError:
     )
 
 
-def added_engine(name: str) -> str | None:
-    """Return ``package.module:Class`` of the engine that another distribution adds under this name."""
-    return next((point.value for point in entry_points(group=GROUP, name=name)), None)
-
-
 def engine_class(name: str) -> type[Engine]:
-    """Return the engine class that ``rollout.engine`` names.
+    """Return the engine class of ``package.module:Class``, or of ``native``.
 
     Raises:
         ConfigError: it cannot be imported, or is not an engine.
@@ -385,19 +368,14 @@ def engine_class(name: str) -> type[Engine]:
         from rillflow.rollout.native.engine import NativeEngine
 
         return NativeEngine
-    if name == VLLM:
-        from rillflow.rollout.vllm.engine import VllmEngine
-
-        return VllmEngine
-    module, _, what = (added_engine(name) or name).partition(":")
+    module, _, what = name.partition(":")
     try:
         found: Any = vars(import_module(module)).get(what)
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"rollout.engine is {name!r}, which cannot be imported",
             why=str(error),
-            fix=f'it is "{NATIVE}", "{VLLM}", "{SERVICE}", or "package.module:Class" of a package that '
-            "Python finds here",
+            fix='name an engine, or "package.module:Class" of a package that Python finds here',
         ) from None
     lacking = [each for each in _METHODS if found is None or each not in dir(found)]
     if lacking:
@@ -409,6 +387,7 @@ def engine_class(name: str) -> type[Engine]:
     return cast(type[Engine], found)
 
 
-def server_python(server: str, base: Path) -> Path:
-    """Return the Python that ``rollout.server`` names, relative to the recipe's folder; keep its links."""
-    return (base / expanded(server)).absolute()
+def engine_options(name: str) -> Callable[[Any], Mapping[str, Any]]:
+    """Return the function of ``package.module:function``, which makes arguments from a RoleSetting."""
+    module, _, what = name.partition(":")
+    return cast("Callable[[Any], Mapping[str, Any]]", vars(import_module(module))[what])

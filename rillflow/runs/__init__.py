@@ -1,8 +1,7 @@
-"""Observe: record a run in files, and show its progress on a terminal.
+"""Runs: record a run in its directory, read run directories, and show the progress of a run.
 
-    metrics, spans, rollouts, evaluations ──> RunDirectory ──> JSON files ──> reader ──> view
+    metrics, spans, rollouts, evaluations ──> RunDirectory ──> files ──> reader ──> report, summary, trackers
                                      └──> Progress ──> one terminal or one line per step
 
-This package does not depend on models: it writes files with the standard library and draws progress with
-`rich`.
+The package does not depend on models.
 """

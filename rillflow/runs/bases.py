@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,8 @@ def place_of(base: Base, child: Path, key: str) -> Path:
     if recorded.is_dir():
         raise ModelError(
             f"{child} stands on {recorded}, and its files have changed",
-            why=f"their digest is {model_digest(recorded, base.digest)}; {setting} had {base.digest}",
+            why=f"{_changed(recorded, child)}their digest is {model_digest(recorded, base.digest)}; "
+            f"{setting} had {base.digest}",
             fix=way_out,
         )
     raise ModelError(
@@ -176,6 +178,21 @@ def place_of(base: Base, child: Path, key: str) -> Path:
         why=f"{setting} named it, and it was removed, moved or renamed; its digest is {base.digest}",
         fix=way_out,
     )
+
+
+def _changed(directory: Path, child: Path) -> str:
+    """Return words for the files of a model that were written after a run began; empty without any."""
+    try:
+        starts: Any = read_json(child / layout.ENVIRONMENT)["starts"]
+        begun = datetime.fromisoformat(starts[0]["started"])
+        later = sorted(
+            each.name
+            for each in directory.iterdir()
+            if _is_part(each.name) and each.stat().st_mtime > begun.timestamp() + 1
+        )
+    except (RunDirectoryError, OSError, ValueError, LookupError, TypeError):
+        return ""
+    return f"{', '.join(later)} changed after the run began; " if later else ""
 
 
 def is_model(directory: Path, digest: str) -> bool:

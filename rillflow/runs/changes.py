@@ -11,6 +11,7 @@ from typing import Any
 from rillflow.errors import RunDirectoryError
 from rillflow.runs import layout
 from rillflow.runs.json_lines import JSON, encode, read_json
+from rillflow.runs.old_settings import present
 
 _ABSENT = "(not set)"
 
@@ -32,7 +33,7 @@ class Change:
 
 def changes(path: Path, config: Mapping[str, JSON]) -> list[Change]:
     """Return the settings that differ between a run directory's config and this one."""
-    old = _flat(read_json(path / layout.CONFIG))
+    old = _flat(dict(present(read_json(path / layout.CONFIG))))
     new = _flat(json.loads(encode(config)))
     pairs = {key: (old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in {**old, **new}}
     return [Change(key=key, old=was, new=now) for key, (was, now) in pairs.items() if was != now]

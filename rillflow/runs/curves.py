@@ -26,8 +26,8 @@ from rillflow.runs import layout
 from rillflow.runs.following import FollowedFile
 from rillflow.runs.json_lines import JSON, restored
 
-Axis: TypeAlias = Literal["step", "seconds", "tokens"]
-"""What the horizontal axis counts."""
+Axis: TypeAlias = Literal["step", "phase", "seconds", "tokens"]
+"""What the horizontal axis counts; ``phase`` counts steps of the last phase, and leaves out the others."""
 Floats: TypeAlias = npt.NDArray[np.float64]
 TOKENS = "rollout/tokens/sum"
 """Metric that the axis of tokens adds up."""
@@ -192,6 +192,8 @@ class MetricColumns:
             phase: leave out the steps of other phases.
         """
         column = self._columns.get(name, _NONE)
+        if axis == "phase" and phase is None and self.phases:
+            phase = self.phases[-1][0]
         rows = np.array(column.rows, dtype=np.int64)
         y, weights = np.array(column.values), np.array(column.weights)
         if phase is not None:
@@ -199,10 +201,17 @@ class MetricColumns:
             rows, y, weights = rows[inside], y[inside], weights[inside]
         return Curve(x=self.places(axis)[rows], y=y, low=y, high=y, weights=weights)
 
+    @property
+    def before_last_phase(self) -> int:
+        """Last step before the last phase; 0 if there is one phase, or none."""
+        return self._steps[self.phases[-1][1]] - 1 if self.phases else 0
+
     def places(self, axis: Axis) -> Floats:
         """Return the place of each step on an axis, [steps]."""
         if axis == "step":
             return np.array(self._steps, dtype=np.float64)
+        if axis == "phase":
+            return np.array(self._steps, dtype=np.float64) - self.before_last_phase
         if axis == "seconds":
             return self.seconds
         sampled, column = np.zeros(len(self)), self._columns.get(TOKENS, _NONE)

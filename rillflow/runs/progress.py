@@ -29,7 +29,7 @@ from rillflow.runs.formatting import duration, number, visible
 from rillflow.runs.output_log import OutputLog
 from rillflow.runs.sampler_gap import MismatchWatch, gap_warning
 from rillflow.runs.standard_streams import failure_of
-from rillflow.runs.uniform_rewards import IN_A_ROW, streaks
+from rillflow.runs.uniform_rewards import IN_A_ROW, NOTHING_SEEN, streaks
 
 SLOW_S = 5.0
 """Seconds after which ``if_slow`` writes its line."""
@@ -143,6 +143,7 @@ class Progress:
         self._bars: Bars | None = None
         self._tasks: dict[str, TaskID] = {}
         self._recent: list[tuple[int, Metrics]] = []
+        self._earlier = NOTHING_SEEN
         self._said = ""
         self._apart: set[str] = set()
         self._mismatch: dict[str, MismatchWatch | None] = {phase: MismatchWatch() for phase in total_steps}
@@ -193,8 +194,11 @@ class Progress:
 
     def _warn(self, phase: str, step: int, metrics: Metrics) -> None:
         """Warn of each streak of uniform rewards; once in a phase of a distant sampler, and of a mismatch."""
-        self._recent = [*self._recent[1 - IN_A_ROW :], (step, metrics)]
-        found = streaks(self._recent)
+        recent = [*self._recent, (step, metrics)]
+        for _, left in recent[:-IN_A_ROW]:
+            self._earlier = self._earlier.widened(left)
+        self._recent = recent[-IN_A_ROW:]
+        found = streaks(self._recent, self._earlier)
         if found and found[0].why != self._said:
             self.note(f"warning: {found[0].text}")
         self._said = found[0].why if found else ""

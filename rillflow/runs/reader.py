@@ -20,6 +20,7 @@ from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric,
 from rillflow.records.row import RowId
 from rillflow.runs import layout
 from rillflow.runs.json_lines import JSON, Line, decode, read_json, read_lines
+from rillflow.runs.old_settings import present
 from rillflow.runs.rollouts import RolloutRecord, prompt_text, read_columns, rollout_records
 
 RETURN = "mean_return"
@@ -207,7 +208,7 @@ class EvaluationRecord(Evaluation):
 def read_config(run: Path) -> Mapping[str, JSON]:
     """Read the resolved config."""
     require_run(run)
-    return read_json(run / layout.CONFIG)
+    return present(read_json(run / layout.CONFIG))
 
 
 def read_starts(run: Path) -> list[Mapping[str, JSON]]:

@@ -28,6 +28,7 @@ from rillflow.runs.changes import Change, allowed_changes
 from rillflow.runs.evidence import RECOVERABLE, Evidence, damage, entries, newest_checkpoint, recover
 from rillflow.runs.json_lines import JSON, decode, encode, read_json, read_lines
 from rillflow.runs.lock import Lock
+from rillflow.runs.observers import Observers
 from rillflow.runs.passes import PassesRecord
 from rillflow.runs.reader import (
     RETURN,
@@ -83,6 +84,8 @@ class RunDirectory(ExitStack):
         """Unique id of this run, stored in its checkpoints."""
         self.checkpoints = path / layout.CHECKPOINTS
         """Folder of checkpoints, which another package writes."""
+        self.observers = Observers((), lambda _: None)
+        """What hears of each step and evaluation once it is written."""
         self._lock: Lock | None = lock
         self._config = config
         self._clock = clock
@@ -148,6 +151,7 @@ class RunDirectory(ExitStack):
         """Append one step's metrics, each with its reduction, to metrics.jsonl."""
         values = {name: metric_json(metric) for name, metric in metrics.items()}
         self._append(layout.METRICS, step=step, phase=phase, time_s=self._time_s, metrics=values)
+        self.observers.step(step, phase, metrics)
 
     def log_evaluation(self, step: int, found: Evaluation) -> None:
         """Append one evaluation to evaluations.jsonl."""
@@ -159,6 +163,7 @@ class RunDirectory(ExitStack):
         line |= {"mean_reward": found.mean_reward}
         line |= {"interval": found.interval} if found.interval else {}
         self._append(layout.EVALUATIONS, **{**line, **found.more})
+        self.observers.evaluation(step, found)
 
     def log_skip(self, step: int, role: str, reason: str, rows: Sequence[Sequence[int]]) -> None:
         """Append one skipped update, with its rows (epoch, prompt, sample), to skips.jsonl."""

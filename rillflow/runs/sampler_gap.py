@@ -38,7 +38,7 @@ def gap_warning(steps: Iterable[tuple[int, Metrics]]) -> str | None:
             return (
                 f"{KL} is {number(kl.value)} nats in step {step:,}, and above {MOST_KL:g} for {IN_A_ROW} "
                 "steps: the policy is far from the weights that sampled its rows. Lower policy.lr first, "
-                "then algorithm.freshness; then try another algorithm.loss.correction"
+                "then schedule.freshness; then try another algorithm.loss.correction"
             )
     return None
 

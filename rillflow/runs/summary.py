@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from rillflow.runs import layout, sampler_gap, uniform_rewards
+from rillflow.runs.episodes import EpisodeFacts, episode_facts
 from rillflow.runs.formatting import duration
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.layout import kept_steps
+from rillflow.runs.outcome import LENGTH, OutcomeKind, RunOutcome, judge
 from rillflow.runs.reader import EvaluationRecord, best_checkpoint, first_prompt
 from rillflow.runs.run_data import RunData, load
 from rillflow.runs.sampler_gap import gap_warning, mismatch_warning
 from rillflow.runs.uniform_rewards import streaks
 
+NO_SUGGESTIONS: Mapping[str, str] = MappingProxyType({})
+"""No suggested commands."""
 _FREE = ("--dir", "algorithm.steps=")
 """Option and setting that the suggested commands set themselves."""
 _KEPT = ("--set", "--plan", "--cluster", "--lengths")
@@ -90,10 +95,20 @@ class Summary:
     """Whether the rows have turns of an environment, without which ``rillflow ask`` queries the model."""
     kind: str = ""
     """Kind of the recipe; empty for a language model."""
+    outcome: RunOutcome
+    """What the held-out scores and the training signal say."""
+    sampling: str = ""
+    """How held-out answers are chosen: ``greedy``, or at which temperature; empty if nothing is sampled."""
+    trained_sampling: str = ""
+    """The same of the answers that training scores."""
+    episodes: EpisodeFacts | None = None
+    """Environment steps, their rate and the best return; None without an environment's steps."""
 
     def as_json(self) -> dict[str, JSON]:
         """Return the content of summary.json."""
-        return {**asdict(self), "before": _score_json(self.before), "after": _score_json(self.after)}
+        scores = {"before": _score_json(self.before), "after": _score_json(self.after)}
+        episodes = self.episodes and {**asdict(self.episodes), "best": _score_json(self.episodes.best)}
+        return {**asdict(self), **scores, "episodes": episodes}
 
 
 def _score_json(score: EvaluationRecord | None) -> JSON:
@@ -115,6 +130,7 @@ def summarise(run: Path) -> Summary:
 def summary_of(data: RunData) -> Summary:
     """Return the summary of a run that was already read."""
     scores, success = scores_of(data), data.setting("evaluate.success")
+    outcome = judge(data, scores)
     kind = data.setting("kind")
     files = data.rollouts
     checkpoint = newest_model(data.path) if kind is None else newest_checkpoint(data.path)
@@ -138,13 +154,25 @@ def summary_of(data: RunData) -> Summary:
         question=_question(data.path),
         steps_setting=steps if isinstance(steps, int) else None,
         success=success if isinstance(success, float) else None,
-        warnings=warnings_of(data),
+        warnings=(*outcome.warnings, *warnings_of(data)),
         changes=tuple(data.changes),
         best=_best(data.path, checkpoint),
         has_agent=isinstance(data.setting("rollout.agent.function"), str),
         has_environment=isinstance(data.setting("rollout.environment.source"), str),
         kind=kind if isinstance(kind, str) else "",
+        outcome=outcome,
+        sampling=_sampling(data, "evaluate.temperature"),
+        trained_sampling=_sampling(data, "rollout.temperature"),
+        episodes=episode_facts(data),
     )
+
+
+def _sampling(data: RunData, setting: str) -> str:
+    """Return how answers are chosen at this temperature; empty if the run samples none."""
+    temperature = data.setting(setting)
+    if not isinstance(temperature, int | float) or LENGTH not in data.curves.names:
+        return ""
+    return "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
 
 
 def scores_of(data: RunData) -> list[EvaluationRecord]:
@@ -223,9 +251,14 @@ def verdict(before: EvaluationRecord, after: EvaluationRecord) -> str:
     return f"{words}, but the intervals overlap: this may be chance."
 
 
-def render_text(summary: Summary) -> str:
-    """Return the summary as lines for a terminal."""
-    blocks = [_score_lines(summary), _place_lines(summary), _next_lines(summary)]
+def render_text(summary: Summary, suggested: Mapping[str, str] = NO_SUGGESTIONS) -> str:
+    """Return the summary as lines for a terminal.
+
+    Args:
+        summary: the summary.
+        suggested: further commands to suggest for a finished run, by their purpose.
+    """
+    blocks = [_score_lines(summary), _place_lines(summary), _next_lines(summary, suggested)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -237,19 +270,44 @@ def interval_text(interval: tuple[float, float] | None) -> str:
 def _score_lines(summary: Summary) -> list[str]:
     before, after = summary.before, summary.after
     if before is None:
-        return ["Nothing was evaluated: no rows are held out, or the run reached no evaluation."]
+        none = "Nothing was evaluated: no rows are held out, or the run reached no evaluation."
+        return [none, *_training_lines(summary)]
     title = f"{before.title:<17}  "
     first = f"{before.value:.3f} {interval_text(before.interval)}".rstrip()
+    how = f", {summary.sampling}" if summary.sampling else ""
     if after is None:
-        seen = f"{title}{first} after step {before.step}, evaluated once ({before.rows})"
-        return [seen, *_more_lines(summary, before)]
+        seen = f"{title}{first} after step {before.step}, evaluated once ({before.rows}{how})"
+        return [seen, *_more_lines(summary, before), *_training_lines(summary)]
     last = f"{after.value:.3f} {interval_text(after.interval)}".rstrip()
     return [
         f"{title}{first} -> {last}",
-        f"                   steps {before.step} and {after.step}, {after.rows}, 95% intervals. "
+        f"                   steps {before.step} and {after.step}, {after.rows}{how}, 95% intervals. "
         f"{verdict(before, after)}",
         *_more_lines(summary, before, after),
+        *_training_lines(summary),
     ]
+
+
+def training_text(summary: Summary) -> str:
+    """Return the training signal of the first and last steps; empty without one.
+
+    Example: ``Training reward    0.314 -> 0.967 (means of the first and last 6 of 60 steps)``.
+    """
+    trend = summary.outcome.trend
+    if trend is None:
+        return ""
+    how = f", {summary.trained_sampling}" if summary.trained_sampling else ""
+    steps = "step" if trend.window == 1 else f"{trend.window} steps"
+    means = f"first and last {steps} of {trend.steps:,}"
+    if trend.largest is not None and trend.largest.first < trend.start + trend.window - 1:
+        means = f"steps before the loss, and of the last {steps} of {trend.steps:,}"
+    return f"{trend.first:.3f} -> {trend.last:.3f} (means of the {means}{how})"
+
+
+def _training_lines(summary: Summary) -> list[str]:
+    trend, told = summary.outcome.trend, training_text(summary)
+    lines = [f"{trend.name.capitalize():<17}  {told}"] if trend is not None else []
+    return [*lines, *(f"                   {sentence}" for sentence in summary.outcome.sentences)]
 
 
 def _more_lines(summary: Summary, *scores: EvaluationRecord) -> list[str]:
@@ -275,6 +333,9 @@ def _place_lines(summary: Summary) -> list[str]:
         or "none yet"
     )
     lines = [f"Steps              {steps}"]
+    if summary.episodes is not None:
+        lines.append(f"Environment steps  {summary.episodes.steps_text}")
+        lines += [f"Best return        {text}"] if (text := summary.episodes.best_text) else []
     lines += [f"Warning            {warning}" for warning in summary.warnings]
     model, best = ("Checkpoint", "Best checkpoint") if summary.kind else ("Model", "Best held out")
     places = {model: summary.checkpoint, best: summary.best, "Report": summary.report}
@@ -285,7 +346,7 @@ def _place_lines(summary: Summary) -> list[str]:
     return lines
 
 
-def _next_lines(summary: Summary) -> list[str]:
+def _next_lines(summary: Summary, suggested: Mapping[str, str]) -> list[str]:
     if not summary.is_finished:
         return ["Next", f"  resume:          {shlex.join(summary.command) or 'launch the same recipe'}"]
     lines = ["Next"]
@@ -293,12 +354,11 @@ def _next_lines(summary: Summary) -> list[str]:
         lines += _model_lines(summary, Path(summary.checkpoint).name)
     if summary.report:
         lines.append(f"  look inside:     open {shlex.quote(summary.report)} in a browser")
-    rose = summary.before and summary.after and summary.after.value > summary.before.value
+    lines += [f"  {f'{purpose}:':<16} {command}" for purpose, command in suggested.items()]
     if summary.steps_setting is not None:
-        more = f"algorithm.steps={2 * summary.steps_setting}"
+        more = [f"algorithm.steps={2 * summary.steps_setting}"]
         lines.append(f"  train longer:    {_again(summary, more, summary.run)}")
-    if summary.after and not rose:
-        lines += _advice(summary)
+    lines += _advice(summary)
     return lines
 
 
@@ -316,16 +376,24 @@ def _model_lines(summary: Summary, role: str) -> list[str]:
     return lines
 
 
+_OPENINGS = {
+    OutcomeKind.COLLAPSED: "it collapsed",
+    OutcomeKind.FELL: "it fell",
+    OutcomeKind.CHANCE: "no clear change",
+    OutcomeKind.NO_SIGNAL: "nothing to learn",
+}
+"""Heading of the advice by the kind of the outcome."""
+
+
 def _advice(summary: Summary) -> list[str]:
-    """Return what to try if the evaluation did not rise."""
-    if summary.kind:
-        other = _again(summary, "algorithm.lr=NUMBER", f"{summary.run}-lr")
-        return [f"  it did not rise: try another learning rate: {other}"]
-    other = _again(summary, "policy.lr=NUMBER", f"{summary.run}-lr")
-    return [
-        "  it did not rise: read the worst samples and the reward's outcomes in the report,",
-        f"                   then try another learning rate: {other}",
-    ]
+    """Return what to try, with a direction and a number where a setting is the cause."""
+    lines = list[str]()
+    for each in summary.outcome.advice:
+        opening = _OPENINGS.get(summary.outcome.kind, "a steadier start")
+        lines.append(f"  {opening + ':':<16} {each.text}")
+        if each.settings:
+            lines.append(f"{'':19}{_again(summary, each.settings, f'{summary.run}-lr')}")
+    return lines
 
 
 def _command(data: RunData) -> tuple[str, ...]:
@@ -338,13 +406,14 @@ def _command(data: RunData) -> tuple[str, ...]:
     return tuple(words) if words[:1] == ["python"] else ("rillflow", *words[1:]) if words else ()
 
 
-def _again(summary: Summary, setting: str, folder: str) -> str:
-    """Return a command that runs the recipe again with another setting and folder."""
+def _again(summary: Summary, settings: Sequence[str], folder: str) -> str:
+    """Return a command that runs the recipe again with other settings and another folder."""
     if not summary.command:
-        return f"launch the recipe with {setting}, run.dir={folder}"
+        return f"launch the recipe with {', '.join(settings)}, run.dir={folder}"
     program = summary.command[: 2 if summary.command[0] == "python" else 1]
     recipe = _recipe(summary.command[len(program) + 1 :])
-    return f"{shlex.join(program)} run {recipe} --set {setting} --dir {shlex.quote(folder)}"
+    changed = " ".join(f"--set {setting}" for setting in settings)
+    return f"{shlex.join(program)} run {recipe} {changed} --dir {shlex.quote(folder)}"
 
 
 def _recipe(typed: Sequence[str]) -> str:

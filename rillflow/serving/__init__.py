@@ -1,1 +1,1 @@
-"""Service: streams over HTTP, for external training and inference engines."""
+"""Serving: servers on this machine, their tokens and bounded bodies; tool calls; environments."""

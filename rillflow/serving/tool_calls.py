@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from rillflow.errors import DataError, ModelError
 from rillflow.models.tokenizer import Tokenizer
-from rillflow.tasks.example import no_number, object_in
+from rillflow.tasks.example import no_number, object_in, with_object
 
 Tools = Sequence[Mapping[str, Any]]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -32,6 +32,8 @@ _XML = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _STRING_OR_CLOSE = re.compile(r'"(?:[^"\\]|\\.)*"?|</tool_call>', re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
+THOUGHTS = "reasoning_content"
+"""Key of an answer's thoughts, which a chat template may write."""
 
 
 _JSON = json.JSONDecoder(strict=False, parse_constant=no_number)  # models write line breaks inside strings
@@ -335,3 +337,26 @@ def _typed(value: str, kind: Any) -> Any:
         return json.loads(words.get(value, value), parse_constant=no_number)
     except (ValueError, RecursionError):
         return value
+
+
+def call_json(call: ToolCall, begin: int, place: int) -> dict[str, Any]:
+    """Return a call as the protocol writes it.
+
+    Args:
+        call: the call.
+        begin: place of the answer's first token in its row; calls of later answers have other ids.
+        place: number of the call in its answer.
+    """
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{begin}_{place}", "type": "function", "function": function}
+
+
+def turn_of(answer: Answer, begin: int) -> dict[str, Any]:
+    """Return a sampled answer as a turn of its conversation; ``begin`` as in ``call_json``."""
+    turn: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        turn[THOUGHTS] = answer.reasoning
+    if answer.calls:
+        calls = [call_json(call, begin, place) for place, call in enumerate(answer.calls)]
+        turn["tool_calls"] = [with_object(each) for each in calls]
+    return turn

@@ -1,4 +1,4 @@
-"""Parallel: a decoder over a mesh of ranks: data (dp), pipeline (pp) and tensor (tp) parallel.
+"""Sharding: a decoder over a mesh of ranks (dp, fsdp, tp, cp, pp, ep), and its weights moved between meshes.
 
 module ─ tensor plan ─ stages ─ shards ─> this rank's part ─ micro-batches ─> outputs on the last stage
 """

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rillflow.placement.fused.problem import Schedule
+from rillflow.placement.fused.problem import FusedSchedule
 from rillflow.sharding.packed_rows import Reading, empty_reading
 from rillflow.sharding.pass_times import PassClock
 from rillflow.sharding.pipeline import NumberedShare, run_pipeline
@@ -95,7 +95,7 @@ class FusedRun:
     """The passes of both models on this rank, in their order."""
 
 
-def run_fused(ascending: PipelinePass, descending: PipelinePass, schedule: Schedule) -> FusedRun:
+def run_fused(ascending: PipelinePass, descending: PipelinePass, schedule: FusedSchedule) -> FusedRun:
     """Run both models' micro-batches forward and backward, in the order of a schedule.
 
     Every rank calls it with the same schedule; its devices are the ranks along the longer pipeline, or along
@@ -130,7 +130,7 @@ def run_fused(ascending: PipelinePass, descending: PipelinePass, schedule: Sched
     return FusedRun(readings=(models[0].readings, models[1].readings), passes=(first, second))
 
 
-def device_of(schedule: Schedule, ascending: PipelinePass, descending: PipelinePass) -> int:
+def device_of(schedule: FusedSchedule, ascending: PipelinePass, descending: PipelinePass) -> int:
     """Return this rank's device in a schedule, from its place in both pipelines."""
     one, other = ascending.ranks, descending.ranks
     return next(
@@ -200,7 +200,7 @@ class _Message:
 class _Messages:
     """Sends and receives of this rank, posted in the order that the neighbours have too."""
 
-    def __init__(self, schedule: Schedule, device: int, models: Sequence[_Model]) -> None:
+    def __init__(self, schedule: FusedSchedule, device: int, models: Sequence[_Model]) -> None:
         self._models, self._tasks = models, schedule.devices[device]
         known = {
             (at, task.pipeline, task.is_backward, task.micro_batch): task

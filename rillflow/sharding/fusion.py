@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rillflow.placement.fused.problem import Pipeline, Schedule
+from rillflow.placement.fused.problem import FusedSchedule, Pipeline
 from rillflow.placement.fused.step import StepPlan, step_plan
 from rillflow.sharding.fused_pipeline import PipelinePass, run_fused
 from rillflow.sharding.mesh import RankGroups, require_processes
@@ -161,7 +161,7 @@ class FusedPlan:
 
     gain: float
     """Predicted share of the time that it saves of both pipelines in turn."""
-    schedule: Schedule | None = None
+    schedule: FusedSchedule | None = None
     """The orders of its devices; None if the gain is too small."""
     bubble: float = 0.0
     """Predicted share of idle time."""
@@ -201,7 +201,7 @@ class FusedSchedules:
         """Return a plan, from memory if stages take about the same shares of the time."""
         times = [spent for each in pipelines for spent in (*each.forward_s, *each.backward_s)]
         shares = [spent / sum(times) for spent in times]
-        begin: Schedule | None = None
+        begin: FusedSchedule | None = None
         if counts in self._known:
             before, made = self._known.pop(counts)
             if all(abs(new - old) <= _ALIKE * old for new, old in zip(shares, before, strict=True)):
@@ -239,7 +239,7 @@ def _pipeline(facts: Tensor, groups: RankGroups, name: str, *, is_measured: bool
     )
 
 
-def _of_block(made: Schedule, counts: Sequence[Sequence[int]], groups: RankGroups) -> Schedule:
+def _of_block(made: FusedSchedule, counts: Sequence[Sequence[int]], groups: RankGroups) -> FusedSchedule:
     """Return the schedule for the replicas of this rank's block, without micro-batches that they lack.
 
     Args:

@@ -30,7 +30,7 @@ from rillflow.placement.slices import Slice, slices
 from rillflow.sharding.layout import Box, Layout, Weights, intervals, local_index, local_shape
 from rillflow.sharding.reshard_plan import MOST_BYTES, Portion, ReshardPlan, Way, reshard_plan
 from rillflow.sharding.tensor import device_of, own
-from rillflow.workers.collectives import ProcessRanks, Ranks
+from rillflow.workers.collectives import ProcessRanks, Ranks, Stranded
 
 DEADLINE_S = 600.0
 """Seconds that a rank waits for the others in one bucket."""
@@ -141,12 +141,12 @@ class Resharding:
             self._buffers[use] = torch.empty(size, dtype=torch.uint8, device=device_of(tensors))
         return self._buffers[use][:size]
 
-    def _stopped(self, place: int, error: RuntimeError) -> ClusterError:
+    def _stopped(self, place: int, error: RuntimeError) -> Stranded:
         parts, crossing = self.plan.buckets[place].parts, self.plan.crossing
         crossed = [*crossing("sent", parts, self.rank), *crossing("received", parts, self.rank)]
         peers = sorted({each.peer for each in crossed})
         told = (str(error).splitlines() or [type(error).__name__])[0]
-        return ClusterError(
+        return Stranded(
             f"rank {self.rank} stopped at bucket {place + 1} of {len(self.plan.buckets)} "
             f"({parts[0].name}) of a weight transfer with ranks {peers}",
             why=f"one of them died, or did not respond within {self.deadline_s:g} s: {told}",

@@ -2,6 +2,7 @@
 
     Arrow                                        plain
     null that fills a struct, in messages/tools  left out: all structs of a column have the same fields
+    null of a JSON value                         null
     float32 0.1                                  0.1, not 0.10000000149011612
     arrow.json '{"a": 1}'                        {"a": 1}
     dictionary, large and fixed-size lists       their values
@@ -12,10 +13,15 @@ Only columns that a chat template reads lose nulls: a reward may ask for every f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-TEMPLATE_INPUTS = ("prompt", "completion", "chosen", "rejected", "messages", "tools")
+from rillflow.tasks.example import TEMPLATE_ARGUMENTS
+
+TEMPLATE_INPUTS = (
+    *("prompt", "completion", "chosen", "rejected", "messages", "tools"),
+    TEMPLATE_ARGUMENTS,
+)
 """Columns of a task that a chat template may read."""
 _JSON = "arrow.json"
 
@@ -32,9 +38,8 @@ def plain_rows(batch: Any, inputs: Collection[str]) -> Iterator[dict[str, Any]]:
     """
     columns = list[list[Any]]()
     for field, column in zip(batch.schema, batch.columns, strict=True):
-        read = _reader(field.type)
-        values = column.to_pylist() if read is None else [read(value) for value in column.to_pylist()]
-        columns.append([without_nulls(value) for value in values] if field.name in inputs else values)
+        read = _reader(field.type, fills=field.name not in inputs)
+        columns.append(column.to_pylist() if read is None else [read(value) for value in column.to_pylist()])
     names = batch.schema.names
     for row in zip(*columns, strict=True):
         yield dict(zip(names, row, strict=True))
@@ -69,8 +74,13 @@ def _is_json(kind: Any) -> bool:
     return isinstance(kind, BaseExtensionType) and kind.extension_name == _JSON
 
 
-def _reader(kind: Any) -> Callable[[Any], Any] | None:
-    """Return what turns a value of an Arrow type into a plain one; None if pyarrow's value is right."""
+def _reader(kind: Any, *, fills: bool) -> Callable[[Any], Any] | None:
+    """Return what turns a value of an Arrow type into a plain one; None if pyarrow's value is right.
+
+    Args:
+        kind: the type.
+        fills: whether structs keep the nulls that fill them. Nulls of a JSON value are its own.
+    """
     from pyarrow import types
 
     if _is_json(kind):
@@ -78,21 +88,28 @@ def _reader(kind: Any) -> Callable[[Any], Any] | None:
     if types.is_float16(kind) or types.is_float32(kind):
         return _shortest
     if types.is_dictionary(kind):
-        return _reader(kind.value_type)
+        return _reader(kind.value_type, fills=fills)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        item = _reader(kind.value_type)
+        item = _reader(kind.value_type, fills=fills)
         return item and (lambda values: values if values is None else [item(value) for value in values])
     if types.is_struct(kind):
         fields = [kind.field(place) for place in range(kind.num_fields)]
-        readers = {field.name: read for field in fields if (read := _reader(field.type)) is not None}
-        return (lambda struct: _struct(struct, readers)) if readers else None
+        found = {field.name: _reader(field.type, fills=fills) for field in fields}
+        readers = {name: read for name, read in found.items() if read is not None}
+        return (lambda struct: _struct(struct, readers, fills=fills)) if readers or not fills else None
     return None
 
 
-def _struct(struct: dict[str, Any] | None, readers: dict[str, Callable[[Any], Any]]) -> dict[str, Any] | None:
+def _struct(
+    struct: dict[str, Any] | None, readers: Mapping[str, Callable[[Any], Any]], *, fills: bool
+) -> dict[str, Any] | None:
     if struct is None:
         return None
-    return {name: readers[name](value) if name in readers else value for name, value in struct.items()}
+    return {
+        name: readers[name](value) if name in readers else value
+        for name, value in struct.items()
+        if fills or value is not None
+    }
 
 
 def _shortest(value: float | None) -> float | None:

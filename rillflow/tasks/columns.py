@@ -17,6 +17,7 @@ from typing import Any
 
 from rillflow.errors import DataError, nearest
 from rillflow.tasks.example import require_column, shown, value_text
+from rillflow.tasks.formats import FORMATS
 
 PLACES = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 """Placeholders of a template; two braces stand for one."""
@@ -38,6 +39,8 @@ class ColumnPlan:
     """System message before the prompt, which becomes a conversation; None: there is none."""
     chat: bool = False
     """Whether a prompt that is text becomes a user's message."""
+    format: str | None = None
+    """Layout of the data, by its name in ``FORMATS``; None: the columns are those of a task."""
 
     def applied(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a row with the columns of the task.
@@ -48,6 +51,8 @@ class ColumnPlan:
         values = {name: _field(row, given) for name, given in self.named.items()}
         used = set(self.named.values())
         made = {name: value for name, value in row.items() if name not in used} | values
+        if self.format is not None:
+            made = FORMATS[self.format](made)
         if self.template is not None:
             made["prompt"] = self._filled({**row, **made})
         key = "prompt" if "prompt" in made else "messages"

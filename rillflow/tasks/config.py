@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date, datetime
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from rillflow.config.schema import Section
 from rillflow.tasks.columns import PLACES, ColumnPlan
-
-TAKEN_ARGUMENTS = {
-    *(
-        "messages",
-        "conversation",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-    ),
-    *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "tokenizer_kwargs"),
-    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
-}
-"""Arguments of the rendering function: a variable with such a name would not reach the template."""
+from rillflow.tasks.example import TAKEN_ARGUMENTS
 
 
 class TaskConfig(Section):
@@ -44,6 +32,11 @@ class TaskConfig(Section):
         description="Columns of the data by the name that the task gives them, such as "
         '{ prompt = "question" }.',
     )
+    format: Literal["sharegpt", "alpaca", "hh"] | None = Field(
+        None,
+        description="Layout of the data: sharegpt (conversations with from and value), alpaca (instruction, "
+        "input, output) or hh (chosen and rejected as one text each); left out, the columns of a task.",
+    )
     template: str | None = Field(
         None, description="Text of every prompt, with columns of the data in braces, such as {question}."
     )
@@ -54,7 +47,12 @@ class TaskConfig(Section):
     held_out_source: str | None = Field(
         None, description="A source of held-out prompts, such as hf:NAME:test, instead of rows of the source."
     )
-    held_out: int = Field(500, ge=0, description="Prompts held out of training; 0 for none.")
+    held_out: int = Field(
+        500,
+        ge=0,
+        description="Prompts held out of training; 0 for none. Left out, 500, or a tenth of the rows if that "
+        "is less.",
+    )
     size: int = Field(10_000, gt=0, description="Prompts to generate, if the source generates them.")
     digits: int = Field(2, ge=1, le=6, description="Digits of the built-in arithmetic task's numbers.")
     operators: str = Field("+-", min_length=1, description="Operators of the built-in arithmetic task.")
@@ -72,6 +70,15 @@ class TaskConfig(Section):
     template_arguments: dict[str, Any] = Field(
         {}, description="Variables of the chat template, such as { enable_thinking = false }."
     )
+    turns: Literal["last", "all"] = Field(
+        "last",
+        description="Assistant turns of a conversation that supervised steps learn: the last, or all.",
+    )
+    clock: str | None = Field(
+        None,
+        description="Time that the chat template reads as now (strftime_now), such as 2026-11-28T09:30:00. "
+        'Left out or "auto": the start of the run, if the template reads the time.',
+    )
 
     @field_validator("template")
     @classmethod
@@ -83,8 +90,32 @@ class TaskConfig(Section):
     @property
     def plan(self) -> ColumnPlan | None:
         """How columns are made; None if the data's own are used."""
-        plan = ColumnPlan(named=self.columns, template=self.template, system=self.system, chat=self.chat)
+        plan = ColumnPlan(
+            named=self.columns,
+            template=self.template,
+            system=self.system,
+            chat=self.chat,
+            format=self.format,
+        )
         return None if plan == ColumnPlan() else plan
+
+    @field_validator("clock", mode="before")
+    @classmethod
+    def _is_a_time(cls, value: Any) -> Any:
+        try:
+            found = datetime.fromisoformat(value) if isinstance(value, str) else value
+        except ValueError:
+            raise ValueError("it is no time; write one such as 2026-11-28T09:30:00") from None
+        if type(found) is date:  # TOML has dates and times of its own
+            found = datetime(found.year, found.month, found.day)
+        return (
+            found.replace(tzinfo=None).isoformat(timespec="seconds") if isinstance(found, datetime) else found
+        )
+
+    @property
+    def moment(self) -> datetime | None:
+        """Time that chat templates read as now; None: the machine's clock."""
+        return None if self.clock is None else datetime.fromisoformat(self.clock)
 
     @field_validator("template_arguments")
     @classmethod

@@ -10,20 +10,39 @@ child and written to a run directory unchanged.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rillflow.errors import DataError, nearest
+from rillflow.models.template_changes import THOUGHTS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RESERVED = {"prompts": "prompt", "completions": "completion"}
 """Reserved argument names of every reward function, with the column names to use instead."""
 
 
+TAKEN_ARGUMENTS = {
+    *(
+        "messages",
+        "conversation",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
+    *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "strftime_now"),
+}
+"""Arguments of the rendering function: a variable with such a name would not reach the template."""
+
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, ``content`` and the other keys in ``_KEYS``."""
-_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+Answer = str | Message
+"""An answer: its text, or the assistant's message if that has thoughts or calls of tools."""
+_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS)
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+"""Column of a row's own variables of the chat template, by TRL's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +56,10 @@ class Example:
     index: int
     """Position of the row in its source, from 0; ``prompt`` of its row id."""
     prompt: str | tuple[Message, ...]
-    """Text, or messages whose last one is not the assistant's."""
-    completion: str | None = None
+    """Text, or messages whose last one is not the assistant's; empty if all of the row is learnt."""
+    completion: Answer | None = None
     """Answer to learn from: the column ``completion``, else ``answer``; None if there is neither."""
-    others: tuple[str, ...] = ()
+    others: tuple[Answer, ...] = ()
     """Further answers to the prompt, in the order of their samples, such as a pair's rejected one."""
     labels: Mapping[str, bool] = field(default_factory=dict)
     """Facts about the answer, such as ``label``: whether it is good. They become fields [B] of a batch."""
@@ -51,17 +70,13 @@ class Example:
 
     def __str__(self) -> str:
         """Describe the row for a message. Example: ``prompts.jsonl line 12 ("17+25=")``."""
-        return f"{self.place or f'prompt {self.index}'} ({shown(self.key)})"
+        return f"{self.place or f'prompt {self.index}'} ({shown(self.question)})"
 
     @property
     def turns(self) -> list[dict[str, Any]]:
         """Messages for a chat template: parts joined, null content as empty text, arguments as objects."""
         assert not isinstance(self.prompt, str), "a text has no turns"
-        turns = [{**message, "content": _text(message.get("content", ""), "")} for message in self.prompt]
-        for turn in turns:
-            if "tool_calls" in turn:
-                turn["tool_calls"] = [with_object(call) for call in turn["tool_calls"]]
-        return turns
+        return [turn_of(message) for message in self.prompt]
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
@@ -69,7 +84,12 @@ class Example:
         return None if isinstance(self.prompt, str) else self.columns.get("tools") or None
 
     @property
-    def answers(self) -> tuple[str, ...]:
+    def template_arguments(self) -> Mapping[str, Any]:
+        """The row's own variables of the chat template: its column ``chat_template_kwargs``."""
+        return {} if isinstance(self.prompt, str) else self.columns.get(TEMPLATE_ARGUMENTS) or {}
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
         """All answers that the row has."""
         return () if self.completion is None else (self.completion, *self.others)
 
@@ -83,8 +103,18 @@ class Example:
 
     @property
     def key(self) -> str:
-        """Prompt as text; rows with the same prompt have equal keys."""
-        return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt)
+        """Prompt as text, or the whole text; rows with the same prompt have equal keys."""
+        if isinstance(self.prompt, str):
+            return self.prompt or answer_text(self.completion or "")
+        return json.dumps(self.prompt)
+
+    @property
+    def question(self) -> str:
+        """What a reader recognises the prompt by: its text, or that of a conversation's last user message."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        asked = [message.get("content", "") for message in self.prompt if message["role"] == "user"]
+        return _text(asked[-1], str(self.place)) if asked else self.key
 
     @property
     def compared(self) -> frozenset[str]:
@@ -97,7 +127,7 @@ class Example:
     def identity(self, names: Collection[str]) -> str:
         """Return a text that two rows share if and only if their prompt and these columns are equal."""
         columns = {name: value for name, value in self.columns.items() if name in names}
-        return json.dumps([self.prompt, columns], sort_keys=True)
+        return json.dumps([self.prompt or self.key, columns], sort_keys=True)
 
 
 def example_of(row: dict[str, Any], index: int, place: str) -> Example:
@@ -109,7 +139,7 @@ def example_of(row: dict[str, Any], index: int, place: str) -> Example:
     """
     _split_messages(row)
     prompt = prompt_of(row)
-    completion = _completion(row)
+    completion = _completion(row, prompt)
     return Example(index=index, prompt=prompt, completion=completion, columns=row, place=place)
 
 
@@ -130,16 +160,50 @@ def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
 
     Raises:
         DataError: the prompt is missing, null, empty, or neither text nor messages; it is messages, and
-            ``tools`` is not a list of objects.
+            ``tools`` is not a list of objects, or ``chat_template_kwargs`` no object.
     """
     require_column(row, "prompt")
     prompt = _prompt(row.pop("prompt"))
+    if not isinstance(prompt, str):
+        _read_tools(row)
+        _read_template_arguments(row)
+    return prompt
+
+
+def _read_tools(row: dict[str, Any]) -> None:
+    """Check a row's tools; JSON text, as data sets without a JSON type have it, becomes the list."""
     tools = row.get("tools")
-    if not isinstance(prompt, str) and tools is not None and not _are_objects(tools):
+    if isinstance(tools, str):
+        try:
+            tools = row["tools"] = json.loads(tools, parse_constant=no_number) if tools.strip() else None
+        except (ValueError, RecursionError):
+            raise DataError(
+                f"the column 'tools' has {shown(tools)}", why="a text of tools is JSON: a list of objects"
+            ) from None
+    if tools is not None and not _are_objects(tools):
         raise DataError(
             f"the column 'tools' has {shown(tools)}", why="with messages it must be a list of objects"
         )
-    return prompt
+
+
+def _read_template_arguments(row: dict[str, Any]) -> None:
+    """Check a row's own variables of the chat template, and leave out those that are null."""
+    arguments = row.get(TEMPLATE_ARGUMENTS)
+    if arguments is None:
+        return
+    if not isinstance(arguments, dict):
+        raise DataError(
+            f"the column {TEMPLATE_ARGUMENTS!r} has {shown(arguments)}",
+            why="it holds variables of the chat template, so it is an object",
+            fix="rename the column if it means something else",
+        )
+    for name in sorted(TAKEN_ARGUMENTS & arguments.keys()):
+        raise DataError(
+            f"the column {TEMPLATE_ARGUMENTS!r} has {name!r}",
+            why="the rendering itself sets it",
+            fix="use a variable of your template",
+        )
+    row[TEMPLATE_ARGUMENTS] = {name: value for name, value in arguments.items() if value is not None}
 
 
 def require_column(row: Mapping[str, Any], name: str, fix: str = "") -> None:
@@ -246,8 +310,27 @@ def no_number(name: str) -> None:
     raise ValueError(f"JSON has no {name}")
 
 
-def answer_of(value: object, name: str) -> str:
-    """Return an answer's text, from text or one assistant message; ``name`` names the answer in errors.
+def turn_of(message: Message) -> dict[str, Any]:
+    """Return a message for a chat template: parts joined, null content as "", arguments as objects."""
+    turn = {**message, "content": _text(message.get("content", ""), "")}
+    if "tool_calls" in turn:
+        turn["tool_calls"] = [with_object(call) for call in turn["tool_calls"]]
+    return turn
+
+
+def answer_text(answer: Answer) -> str:
+    """Return an answer's text, without thoughts and calls."""
+    return answer if isinstance(answer, str) else str(answer["content"])
+
+
+def answer_of(value: object, name: str, prompt: str | Sequence[Message] = "") -> Answer:
+    """Return an answer, from text or one assistant message.
+
+    Args:
+        value: the text or the list of one message.
+        name: name of the answer in errors.
+        prompt: the prompt that it answers; thoughts and calls need messages, whose template writes them, so
+            without it the answer is a text.
 
     Raises:
         DataError: the value is something else.
@@ -257,15 +340,24 @@ def answer_of(value: object, name: str) -> str:
     if not isinstance(value, list):
         raise DataError(f"the {name} is {shown(value)}", why="an answer is text, or one assistant message")
     messages = [message_of(item, number, name) for number, item in enumerate(value, 1)]
-    if [message["role"] for message in messages] != ["assistant"] or "tool_calls" in messages[0]:
+    if [message["role"] for message in messages] != ["assistant"]:
         roles = ", ".join(message["role"] for message in messages) or "nobody"
-        calls = ", with tool_calls" * any("tool_calls" in message for message in messages)
         raise DataError(
-            f"the {name} has messages of {roles}{calls}",
-            why="an answer is the text of one assistant message; the messages before it are the prompt",
-            fix="move the other messages into the column 'prompt', and write tool calls as text",
+            f"the {name} has messages of {roles}",
+            why="an answer is one assistant message; the messages before it are the prompt",
+            fix="move the other messages into the column 'prompt'",
         )
-    return _text(messages[0]["content"], f"the {name}")
+    turn = turn_of(messages[0])
+    if not turn.keys() & {"tool_calls", *THOUGHTS}:
+        return str(turn["content"])
+    if isinstance(prompt, str):
+        has = next(key for key in ("tool_calls", *THOUGHTS) if key in turn)
+        raise DataError(
+            f"the {name} has {has}, and the prompt is text",
+            why="a chat template writes calls and thoughts, and it renders messages",
+            fix="write the prompt as messages, or the whole answer as text",
+        )
+    return turn
 
 
 def _are_objects(value: Any) -> bool:
@@ -283,14 +375,14 @@ def _text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _completion(row: dict[str, Any]) -> str | None:
+def _completion(row: dict[str, Any], prompt: str | Sequence[Message]) -> Answer | None:
     if "completion" not in row:
         answer = row.get("answer")
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             return None
         return text_of(value_text(answer), "answer")
     value = row.pop("completion")
-    return None if value is None else answer_of(value, "completion")
+    return None if value is None else answer_of(value, "completion", prompt)
 
 
 def value_text(value: object) -> str:

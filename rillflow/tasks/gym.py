@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rillflow.errors import DataError, nearest
+from rillflow.errors import DataError, install_package, nearest
 from rillflow.rewards.function import FunctionPath
 from rillflow.tasks.example import Example
 from rillflow.tasks.kinds import GYM
@@ -34,7 +34,7 @@ def gym_examples(source: str, *, size: int, seed: int) -> list[Example]:
         raise DataError(
             f"task.source is {source!r}",
             why="reasoning-gym is not installed",
-            fix="pip install rillflow[gym]",
+            fix=install_package("gym"),
         ) from None
     name = source.removeprefix(GYM)
     if name not in DATASETS:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.config.user_paths import expanded
-from rillflow.errors import DataError, nearest
+from rillflow.errors import DataError, install_package, nearest
 from rillflow.tasks.arrow_rows import is_plain, plain_rows
 from rillflow.tasks.file_bounds import FileBounds, leaves, require_regular, text_bytes
 from rillflow.tasks.files import json_rows
@@ -189,7 +189,7 @@ def _opened(source: HubSource, base: Path) -> Any:
         raise DataError(
             f"the source is {HUB}{source.name}",
             why="the package datasets is not installed",
-            fix="pip install 'rillflow[datasets]'",
+            fix=install_package("datasets"),
         ) from None
     folder = (base / expanded(source.name)).absolute()  # datasets takes a bare name such as json for its own
     if not folder.is_dir() and _is_path(source.name):

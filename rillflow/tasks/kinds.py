@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from rillflow.errors import DataError
 from rillflow.formulas.interval import wilson
-from rillflow.tasks.example import Example, example_of
+from rillflow.tasks.example import Example, example_of, shown, text_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,6 +122,15 @@ class Demonstrations(Prompts):
 
     name, fields = "demonstrations", ("tokens", "loss_mask")
     columns, answers = ("prompt", "completion"), ("completion",)
+
+    def read(self, row: dict[str, Any], index: int, place: str) -> Example:
+        """See DataKind; a row with ``text`` alone is learnt from its first token on."""
+        if "text" not in row or row.keys() & {"prompt", "messages"}:
+            return example_of(row, index, place)
+        text = row.pop("text")
+        if not isinstance(text, str) or not text:
+            raise DataError(f"the text is {shown(text)}", why="the column 'text' is learnt, so it is a text")
+        return Example(index=index, prompt="", completion=text_of(text, "text"), columns=row, place=place)
 
     def is_used(self, row: Example) -> bool:
         """See DataKind; bad answers are not imitated."""

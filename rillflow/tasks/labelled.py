@@ -41,7 +41,8 @@ class Labelled(DataKind):
         other = "these rows are pairs: choose an algorithm that learns from pairs"
         for name in ("completion", "label"):
             require_column(row, name, other * ({"chosen", "rejected"} <= row.keys()))
-        prompt, completion = prompt_of(row), answer_of(row.pop("completion"), "completion")
+        prompt = prompt_of(row)
+        completion = answer_of(row.pop("completion"), "completion", prompt)
         label = row["label"]
         if not isinstance(label, bool):
             raise DataError(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from rillflow.errors import DataError
+from rillflow.errors import DataError, install_package
 from rillflow.tasks.arrow_rows import plain_rows
 from rillflow.tasks.file_bounds import FileBounds, leaves, text_bytes
 
@@ -39,7 +39,7 @@ def parquet_rows(path: Path, inputs: Collection[str]) -> Iterator[tuple[int, dic
         raise DataError(
             f"{path} is a Parquet file",
             why="pyarrow is not installed",
-            fix="pip install rillflow[parquet]",
+            fix=install_package("parquet"),
         ) from None
     number = 0
     try:

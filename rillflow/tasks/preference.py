@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rillflow.errors import DataError
 from rillflow.formulas.interval import calibration_error
-from rillflow.tasks.example import Example, Message, answer_of, prompt_of, require_column, shown
+from rillflow.tasks.example import Answer, Example, Message, answer_of, prompt_of, require_column, shown
 from rillflow.tasks.kinds import ARITHMETIC, DataKind, accuracy
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ class Pairs(DataKind):
                 message; the two are the same; two conversations differ before their last message, or from the
                 prompt. The message does not say where the row is.
         """
+        if row.keys() == {"chosen", "rejected"} and isinstance(row["chosen"], str):
+            require_column(row, "prompt", _NO_PROMPT)
         prompt = _shared(row) or prompt_of(row)
-        chosen, rejected = (_answer(row, name) for name in ("chosen", "rejected"))
+        chosen, rejected = (_answer(row, name, prompt) for name in ("chosen", "rejected"))
         if chosen == rejected:
             raise DataError(
                 f"chosen and rejected are both {shown(chosen)}",
@@ -87,6 +89,10 @@ class Pairs(DataKind):
 
 
 PREFERENCES = Pairs()
+_NO_PROMPT = (
+    "move the beginning that both texts share into a column 'prompt'; texts with Human: and Assistant: are "
+    "task.format = 'hh'"
+)
 
 
 def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
@@ -116,8 +122,8 @@ def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
     return prompt
 
 
-def _answer(row: dict[str, Any], name: str) -> str:
+def _answer(row: dict[str, Any], name: str, prompt: str | Sequence[Message]) -> Answer:
     """Remove an answer from a row and return it."""
     other = "these rows are labelled answers: choose an algorithm that learns from them"
     require_column(row, name, other * ({"completion", "label"} <= row.keys()))
-    return answer_of(row.pop(name), f"answer {name!r}")
+    return answer_of(row.pop(name), f"answer {name!r}", prompt)

@@ -6,11 +6,13 @@ encoded rows ── PromptStream.take ──> (epoch, row) ─┬─ prompt_batc
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from rillflow.errors import DataError
 from rillflow.formulas.counter import permutation
@@ -121,6 +123,16 @@ def prompt_batch(rows: Sequence[Encoded], *, epoch: Epochs) -> Batch:
     )
 
 
+def _learnt(tokens: Ragged, starts: Tensor, learnt: Sequence[array[int] | None]) -> Tensor:
+    """Return [T] bool: the tokens of each answer, or those of them that are learnt."""
+    found = tokens.positions >= tokens.expand(starts)
+    ends = tokens.lengths.cumsum(0).tolist()
+    for end, each in zip(ends, learnt, strict=True):
+        if each is not None:
+            found[end - len(each) : end] = torch.frombuffer(each, dtype=torch.int8).bool()
+    return found
+
+
 def answered_batch(rows: Sequence[Encoded], *, epoch: Epochs, columns: Sequence[str] = ()) -> Batch:
     """Return answers to learn from: the fields of ``rollout_batch``, with a loss mask on answer and end.
 
@@ -146,7 +158,7 @@ def answered_batch(rows: Sequence[Encoded], *, epoch: Epochs, columns: Sequence[
         ids=row_ids([name for name, _, _ in made]),
         fields={
             "tokens": tokens,
-            "loss_mask": tokens.with_values(tokens.positions >= tokens.expand(starts)),
+            "loss_mask": tokens.with_values(_learnt(tokens, starts, [row.learnt for _, row, _ in made])),
             "sampler_logprobs": tokens.with_values(nothing),
             "versions": tokens.with_values(torch.full(nothing.shape, -1, dtype=torch.int32)),
             "finish": torch.full((len(made),), int(Finish.STOP), dtype=torch.int8),

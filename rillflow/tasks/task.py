@@ -26,6 +26,9 @@ from rillflow.tasks.fingerprint import Fingerprint
 from rillflow.tasks.huggingface import HUB, hub_rows, parse_source
 from rillflow.tasks.kinds import ARITHMETIC, GYM, DataKind
 
+LEFT_OUT = 10
+"""If ``task.held_out`` is left out, at most one row of this many is held out."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -66,6 +69,7 @@ def open_task(
     seed: int,
     drawn: int | None = None,
     rows: Rows | None = None,
+    is_exact: bool = True,
 ) -> Task:
     """Generate or read a task's rows and hold some of them out.
 
@@ -77,6 +81,7 @@ def open_task(
         drawn: number of first rows of the source from which held-out rows are drawn; None: all. Rows added to
             a run's data later are only trained on, so the held-out rows stay the same.
         rows: rows given in Python, instead of the source.
+        is_exact: whether ``task.held_out`` is a number that somebody chose; the default is at most a tenth.
 
     Raises:
         DataError: the source is unknown, its data is invalid, or it has no rows of this kind; no row is left
@@ -86,7 +91,7 @@ def open_task(
     if config.held_out_source is not None:
         held_out = tuple(_read("task.held_out_source", config.held_out_source, config, base, kind))
     else:
-        held_out = _drawn(examples[:drawn], config.held_out, seed, config.source)
+        held_out = _drawn(examples[:drawn], config, seed, is_exact=is_exact)
     names = examples[0].compared & held_out[0].compared if held_out else frozenset[str]()
     apart, prompts = {row.identity(names) for row in held_out}, {row.key for row in held_out}
     train = tuple(example for example in examples if example.identity(names) not in apart)
@@ -185,14 +190,19 @@ def _file(setting: str, source: str, base: Path) -> Path:
     return base / path
 
 
-def _drawn(examples: Sequence[Example], count: int, seed: int, source: str) -> tuple[Example, ...]:
-    """Draw ``count`` rows by the seed, after removing duplicates."""
-    if not count:
+def _drawn(
+    examples: Sequence[Example], config: TaskConfig, seed: int, *, is_exact: bool
+) -> tuple[Example, ...]:
+    """Draw the held-out rows by the seed, after removing duplicates: at most a tenth if no number is set."""
+    if not config.held_out:
         return ()
+    count, source = config.held_out, config.source
     first: dict[str, Example] = {}
     names = examples[0].compared
     for example in examples:
         first.setdefault(example.identity(names), example)
+    if not is_exact:
+        count = min(count, len(first) // LEFT_OUT)
     if count >= len(first):
         raise DataError(
             f"task.held_out is {count} and {source!r} has {len(first)} different rows",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from rillflow.config.schema import Section
 
@@ -88,49 +88,22 @@ class UpdateConfig(PassesConfig):
     """Use of sampled rows: the old policy of the ratio, and limits of staleness and mismatch."""
 
     renamed: ClassVar[Mapping[str, str]] = {
-        "order": "async_mode",
-        "late": "on_stale",
-        "publishes": "syncs_per_step",
+        "freshness": "schedule.freshness",
+        "async_mode": "schedule.mode",
+        "order": "schedule.mode",
+        "on_stale": "schedule.on_stale",
+        "late": "schedule.on_stale",
+        "syncs_per_step": "schedule.syncs_per_step",
+        "publishes": "schedule.syncs_per_step",
+        "oversample_prompts": "schedule.oversample_prompts",
+        "oversample_samples": "schedule.oversample_samples",
     }
+    _freshness: int = PrivateAttr(0)
 
     old_logprobs: Literal["trainer", "sampler"] = Field(
         "trainer",
         description="Source of the old log probabilities in the ratio of off-policy rows: trainer or "
         "sampler; left out with freshness above 0, sampler where the loss clips token ratios.",
-    )
-    freshness: int = Field(
-        0,
-        ge=0,
-        description="Largest staleness of a trained token, in policy versions; above 0, a sampler runs ahead "
-        "on its own ranks, which are chosen if the recipe names no pools.",
-    )
-    async_mode: Literal["in_order", "ready_first"] = Field(
-        "in_order",
-        description="Asynchronous training takes prompts in the data's order, or the sample groups that "
-        "are ready first.",
-    )
-    on_stale: Literal["wait", "drop"] = Field(
-        "wait",
-        description="With ready_first, rows about to become too stale: wait for them, or drop and sample "
-        "them again.",
-    )
-    syncs_per_step: int = Field(
-        1,
-        gt=0,
-        description="With ready_first, weight publishes per step, evenly spread over its minibatches.",
-    )
-    oversample_prompts: float = Field(
-        1.0,
-        ge=1,
-        le=100,
-        description="Prompts started for each prompt trained; the ones with the longest rows are left for "
-        "a later step.",
-    )
-    oversample_samples: float = Field(
-        1.0,
-        ge=1,
-        le=100,
-        description="Rows started for each row trained of a prompt; the rows that end first are trained.",
     )
     ratio_tolerance: float = Field(
         1e-3,
@@ -144,6 +117,17 @@ class UpdateConfig(PassesConfig):
         description="Largest mean |log(trainer/sampler probability)| of on-policy bfloat16 tokens; above "
         "it, or five times it in the mean of a row, the run stops.",
     )
+
+    @property
+    def freshness(self) -> int:
+        """Versions that a trained token may be behind, as the run's schedule bounds them."""
+        return self._freshness
+
+    def with_freshness(self, freshness: int) -> Self:
+        """Return these settings for tokens that may be ``freshness`` versions behind."""
+        config = self.model_copy()
+        config._freshness = freshness
+        return config
 
     @property
     def oldest(self) -> int | None:

@@ -108,8 +108,8 @@ def check_freshness(rows: Batch, version: int, bound: int | None) -> Tensor:
         raise TrainingError(
             f"row ({rows.row_id(oldest)}) has a token of version {version - int(behind.max())}, and the "
             f"weights to train have version {version}",
-            why=f"the token is {int(behind.max())} versions behind, and algorithm.freshness is {bound}",
-            fix="sample after flow.publish, or raise algorithm.freshness",
+            why=f"the token is {int(behind.max())} versions behind, and schedule.freshness is {bound}",
+            fix="sample after flow.publish, or raise schedule.freshness",
         )
     return behind
 

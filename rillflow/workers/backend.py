@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType
 
 from rillflow.errors import ClusterError
 from rillflow.workers.collectives import Ranks
+
+RECENT = 512
+"""Number of results among which the cause of a broken collective is searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +185,7 @@ class Replacement:
 
 
 class Backend(ABC):
-    """Pools of ranks, and the calls that run on them.
+    """Pools of ranks and their calls: inline, in processes of this machine, or on Ray.
 
     Args:
         deadline_s: longest wait of a rank for an argument.
@@ -199,6 +203,8 @@ class Backend(ABC):
         """Machine of every rank; empty if all ranks are on the driver's machine."""
         self.epochs: dict[Place, int] = {}
         """Number of the present process of every rank, from 0; a replacement adds 1."""
+        self.recent = deque[ReferenceType[Any]](maxlen=RECENT)
+        """Results that the controller may still hold, newest last; a failed one may have caused an error."""
         self._deadline_s = deadline_s
         self._collective_s = max(deadline_s, load_s)
         self._worlds: dict[Place, tuple[Place, ...]] = {}
@@ -272,8 +278,16 @@ class Backend(ABC):
     def wait_for_any(self, references: Sequence[Any], deadline_s: float) -> bool:
         """Wait until one of several references can be read without waiting; return False on timeout."""
 
-    def mend(self, pools: Collection[str], deadline_s: float) -> None:  # noqa: B027
-        """After a failed call, let the ranks of these pools use collectives again once all are idle."""
+    def mend(self, pools: Collection[str], deadline_s: float) -> None:
+        """After a failed call, let the ranks of these pools use collectives again once all are idle.
+
+        Earlier errors are no longer searched for the cause of a later one.
+        """
+        self.recent.clear()
+        self._connect_again(pools, deadline_s)
+
+    def _connect_again(self, pools: Collection[str], deadline_s: float) -> None:  # noqa: B027
+        """Connect the worlds of these pools whose ranks have left their collectives, once all are idle."""
 
     def abandon(self) -> float:
         """End all submitted calls, with an error, so that ranks are free for later calls.

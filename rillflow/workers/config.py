@@ -145,7 +145,7 @@ class PlacementConfig(Section):
     heartbeat_s: float = Field(
         5.0,
         ge=0,
-        description="Silence in seconds after which a rank on Ray counts as lost: stopped or unreachable. "
+        description="Silence in seconds after which a rank's process counts as lost: stopped or unreachable. "
         "0 turns heartbeats off.",
     )
 

@@ -12,7 +12,7 @@ Loop of the fork server
     waits for     a request
     unblocked by  the driver
     produces      the number of the new process, or the exit code
-    shuts down    when the driver closes the socket or ends (``watchdog.end_with``); its ranks end with it
+    shuts down    when the driver closes the socket or ends; its ranks end with it
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 
 from rillflow.errors import ClusterError
-from rillflow.workers.watchdog import end_with, how_ended, start_child
+from rillflow.isolation.child_process import ChildProcess, end_with, how_ended, start_python
 
 _BOOT = "import sys; from rillflow.workers.fork_server import serve; serve(*map(int, sys.argv[1:]))"
 _MOST_BYTES = 2**16
@@ -86,9 +84,8 @@ class ForkServer(AbstractContextManager["ForkServer"]):
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules, self._lock = modules, threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._connection: socket.socket | None = None
-        self._over = threading.Event()
         self._requests = 0
 
     def prepare(self) -> int:
@@ -98,7 +95,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         self._end()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = self._started(theirs.fileno())
+            self._process = start_python(_BOOT, theirs.fileno(), descriptors=[theirs.fileno()])
         with suppress(ConnectionError):  # it has ended, which the first request tells
             self._connection.send(" ".join(self._modules).encode() or b"rillflow")
         return self._process.pid
@@ -142,28 +139,11 @@ class ForkServer(AbstractContextManager["ForkServer"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _started(self, end: int) -> subprocess.Popen[bytes]:
-        """Start the server in a thread that lives until ``close``, because it ends with that thread."""
-        made, over = Future[subprocess.Popen[bytes]](), threading.Event()
-
-        def start() -> None:
-            try:
-                made.set_result(start_child(_BOOT, end, descriptors=[end]))
-            except OSError as error:
-                made.set_exception(error)
-            over.wait()
-
-        self._over = over
-        threading.Thread(target=start, name="fork server", daemon=True).start()
-        return made.result()
-
     def _end(self) -> None:
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._over.set()
+            self._process.end()
         self._process = self._connection = None
 
     def _asked(self, process: int, descriptors: Sequence[int], timeout_s: float) -> int:

@@ -91,7 +91,7 @@ class InlineBackend(Backend):
         whole = {each.whole if isinstance(each, _Part) else each for each in references}
         return bool(wait(whole, timeout=deadline_s, return_when=FIRST_COMPLETED).done)
 
-    def mend(self, pools: Collection[str], deadline_s: float) -> None:
+    def _connect_again(self, pools: Collection[str], deadline_s: float) -> None:
         """See Backend."""
         there = [rank for place, rank in self._ranks.items() if place.pool in pools and not rank.is_lost]
         idle = [rank.submit(_nothing, ()) for rank in there]
@@ -101,6 +101,7 @@ class InlineBackend(Backend):
 
     def abandon(self) -> float:
         """See Backend."""
+        self.recent.clear()
         for rank in self._ranks.values():
             rank.drop(Stranded("was abandoned", why="the run was stopped"))
         return super().abandon()
@@ -115,6 +116,7 @@ class InlineBackend(Backend):
     def replace(self, places: Collection[Place]) -> Replacement:
         """See Backend; the new ranks are ready at once."""
         ended = self._all_of(places)
+        self.recent.clear()  # their errors have been dealt with
         for place in ended:
             self._ranks[place].end(RankLost("was replaced", why="a new one has its place"), self._refuse)
         has_threads = len(self._ranks) > 1

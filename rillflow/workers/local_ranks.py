@@ -11,7 +11,6 @@ Loop of the driver's thread, one for all ranks
 from __future__ import annotations
 
 import os
-import queue
 import select
 import socket
 import threading
@@ -20,17 +19,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from rillflow.errors import ClusterError
+from rillflow.isolation.child_process import how_ended
 from rillflow.workers.backend import RankLost
 from rillflow.workers.liveness import HeartbeatTarget
 from rillflow.workers.parcels import Frame, Parcel, receive, send
-from rillflow.workers.process_rank import FrameKind
+from rillflow.workers.process_rank import HERE, FrameKind
 from rillflow.workers.segments import MemorySegment, SegmentPool
-from rillflow.workers.watchdog import how_ended
-
-T = TypeVar("T")
 
 
 class ProcessReference(Future[Parcel]):
@@ -66,11 +63,16 @@ class Switchboard(Protocol):
     def count(self, *, calls: int = 0, sent_bytes: int = 0, read_bytes: int = 0) -> None:
         """Count traffic."""
 
+    def refuse(self) -> None:
+        """Count a reply that came after its rank was lost."""
+
 
 class LocalProcess(Protocol):
-    """Process of a rank: a Popen, or a ForkedProcess."""
+    """Process of a rank: a ChildProcess, or a ForkedProcess."""
 
-    pid: int
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
 
     def kill(self) -> None:
         """Kill the process, unless it has ended."""
@@ -99,8 +101,6 @@ class LocalRank:
         self.process, self.connection = process, connection
         self.target: HeartbeatTarget | None = None
         """Where its heartbeats go, if it sends any."""
-        self.refused = 0
-        """Number of replies that came after it was lost."""
         self._loop, self._backend = loop, backend
         self._lock = threading.Lock()
         self._unsent = deque[tuple[bytes, list[MemorySegment]]]()
@@ -110,6 +110,16 @@ class LocalRank:
         self._end = os.pidfd_open(process.pid)
         loop.add(connection.fileno(), select.EPOLLIN, self._handle)
         loop.add(self._end, select.EPOLLIN, self._ended)
+
+    @property
+    def node(self) -> str:
+        """Address of its node."""
+        return HERE
+
+    @property
+    def local_pid(self) -> int:
+        """Number of the process."""
+        return self.process.pid
 
     def submit(self, frame: Frame, sent: SentCall) -> None:
         """Send a call after those before it."""
@@ -186,7 +196,7 @@ class LocalRank:
         with self._lock:
             call = self._calls.pop(frame.numbers[0], None)
         if call is None:
-            self.refused += 1
+            self._backend.refuse()
         elif frame.kind == FrameKind.DONE:
             for made, parcel in zip(call.results, frame.parcels, strict=True):
                 made.set_result(parcel)
@@ -221,9 +231,8 @@ class EventLoop:
         self._poll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._wake = os.eventfd(0)
-        self._asked = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
         self._is_closed = False
-        self.add(self._wake, select.EPOLLIN, self._work)
+        self.add(self._wake, select.EPOLLIN, self._woken)
         self._thread = threading.Thread(target=self._run, name="local ranks", daemon=True)
         self._thread.start()
 
@@ -242,14 +251,6 @@ class EventLoop:
         if self._handlers.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
-    def run(self, function: Callable[[], T]) -> T:
-        """Return the result of a function that runs in the thread."""
-        made = Future[Any]()
-        self._asked.put((function, made))
-        os.eventfd_write(self._wake, 1)
-        found: T = made.result()
-        return found
-
     def close(self) -> None:
         """End the thread."""
         self._is_closed = True
@@ -258,14 +259,8 @@ class EventLoop:
         self._poll.close()
         os.close(self._wake)
 
-    def _work(self, _: int) -> None:
+    def _woken(self, _: int) -> None:
         os.eventfd_read(self._wake)
-        while not self._asked.empty():
-            function, made = self._asked.get()
-            try:
-                made.set_result(function())
-            except BaseException as error:  # noqa: BLE001  the caller of ``run`` raises it
-                made.set_exception(error)
 
     def _run(self) -> None:
         while not self._is_closed:

@@ -101,6 +101,8 @@ class Seating:
     """Longest wait, in seconds, of a collective for one of its ranks."""
     target: HeartbeatTarget | None
     """Where its heartbeats go; None if they are off."""
+    era: int = 0
+    """Number of times that the run has abandoned its calls."""
 
 
 def seat_of(node: str, devices: list[str], driver: Mapping[str, str]) -> ProcessSeat:

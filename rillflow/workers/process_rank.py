@@ -13,27 +13,20 @@ from __future__ import annotations
 import math
 import os
 import select
-import signal
 import socket
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
-import torch
-
 from rillflow.errors import ClusterError, RillflowError, Signalled
-from rillflow.runs.abandoning import ABANDON
-from rillflow.runs.environment import usable_cores
 from rillflow.runs.error_lines import innermost_line
 from rillflow.workers import nodes
-from rillflow.workers.backend import RankLost, Site
+from rillflow.workers.backend import RankLost
 from rillflow.workers.collectives import Stranded
-from rillflow.workers.liveness import beat
+from rillflow.workers.joined_rank import JoinedRank
 from rillflow.workers.messages import Slot, cannot_travel
-from rillflow.workers.nodes import Seating
 from rillflow.workers.parcels import Frame, Parcel, receive, send
 from rillflow.workers.segments import MemorySegment, SegmentPool
 
@@ -60,26 +53,21 @@ class FrameKind(IntEnum):
     """To the rank: fetch, name. Parcel: the error that ended the call of the reference."""
 
 
-class ProcessRank:
-    """One rank: the process that runs its calls.
+class ProcessRank(JoinedRank):
+    """One rank: a process of the driver's machine.
 
     Args:
         connection: socket to the driver.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self.site: Site | None = None
-        self.deadline_s = 0.0
-        self.store: Any = None
-        self.seating: Seating | None = None
-        """The driver's message that made this process a rank."""
+        super().__init__(HERE)
         self._connection = connection
         self._poller = select.poll()
         self._poller.register(connection, select.POLLIN)
         self._waiting = deque[Frame]()
         self._pool = SegmentPool()
         self._fetches = 0
-        self._era, self._running_era = 0, math.inf
 
     def serve(self) -> None:
         """Run calls until the driver has gone."""
@@ -116,9 +104,7 @@ class ProcessRank:
         """
         _, results, era = frame.numbers
         work, arguments = frame.parcels[0].open()
-        if frame.kind == FrameKind.SETUP:
-            self._era = era
-        if era < self._era:
+        if era < self._era and frame.kind == FrameKind.CALL:
             raise Signalled
         try:
             self._running_era = era
@@ -162,11 +148,7 @@ class ProcessRank:
             Signalled: the run abandoned the running call.
         """
         if not self._poller.poll(max(0.0, end - time.monotonic()) * 1000):
-            assert self.site is not None, "a call runs on a rank that has joined"
-            raise ClusterError(
-                f"{self.site.place} waited {self.deadline_s:g} s for an argument",
-                why="the call that returns it is still running or waiting",
-            )
+            raise self._late_argument()
         held, self._running_era = self._running_era, math.inf  # a signal must not lose the frame
         frame = receive(self._connection)
         self._running_era = held
@@ -185,48 +167,6 @@ class ProcessRank:
             why = f"raised at {innermost_line(error)}"
             parcel = Parcel.of(ClusterError(f"{type(error).__name__}: {error}", why=why), self._pool)
         return Frame(kind=FrameKind.FAILED, numbers=(call,), parcels=(parcel,)).packet(self._pool)
-
-    def abandon(self, *_: object) -> None:
-        """End the running call, and refuse later calls that were submitted before."""
-        self._era += 1
-        if self._running_era < self._era:
-            raise Signalled
-
-
-def host(rank: ProcessRank, size: int, deadline_s: float) -> int:
-    """Host the store of the world; return its port."""
-    rank.store = nodes.hosted_store(HERE, size, deadline_s)
-    return int(rank.store.port)
-
-
-def join(rank: ProcessRank, seating: Seating) -> None:
-    """Become the rank that the driver assigned."""
-    if seating.target is not None:
-        signal.signal(ABANDON, rank.abandon)
-        beat(seating.place, seating.target)
-    torch.set_num_threads(max(1, int(usable_cores()) // seating.neighbours))
-    nodes.settle_interface(HERE)
-    ranks = nodes.meet(HERE, seating, rank.store)
-    rank.seating = seating
-    rank.deadline_s = seating.deadline_s
-    rank.site = Site(place=seating.place, ranks=ranks, pool_size=seating.pool_size, fetch=rank.fetch)
-
-
-def has_left(rank: ProcessRank) -> bool:
-    """Return whether this rank has left its collectives, once its submitted calls have ended."""
-    return nodes.has_left_collectives(rank.site)
-
-
-def meet_again(rank: ProcessRank, port: int) -> None:
-    """Connect to the world again, at the port of a new store."""
-    assert rank.site is not None and rank.seating is not None, "it has joined"
-    nodes.meet_again(HERE, replace(rank.seating, port=port), rank.store, rank.site)
-
-
-def leave(rank: ProcessRank) -> None:
-    """Close the resources of this rank."""
-    if rank.site is not None:
-        rank.site.stack.close()
 
 
 def main(descriptor: int) -> None:

@@ -13,13 +13,7 @@ only ``workers.start`` imports this module.
 A lost rank is replaced in its own bundle of the placement group: on the same node, or, once Ray has declared
 that node dead, where the bundle is scheduled again. References of the old process never turn into results of
 the new one: they were complete, or Ray ends them with the old actor. So no late result of a rank can arrive.
-
-Loop of a replacement's thread
-    consumes      the new processes of the worlds that are replaced
-    waits for     their start, their nodes, their meeting; every wait ends at the deadline of a start
-    unblocked by  those processes, or their end
-    produces      the ranks under the old places, a new epoch; or the error of the start
-    shuts down    with the last step. ``close`` kills the processes and waits for the thread
+Loop of a replacement's thread: see ``workers.multiprocess``.
 """
 
 from __future__ import annotations
@@ -27,12 +21,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,20 +35,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rillflow.errors import ClusterError
 from rillflow.workers import nodes
-from rillflow.workers.backend import (
-    Backend,
-    Node,
-    Place,
-    Pool,
-    RankCall,
-    RankLost,
-    Replacement,
-    devices_of,
-)
+from rillflow.workers.backend import Node, Place, Pool, RankCall, RankLost, devices_of
 from rillflow.workers.liveness import Heartbeats, HeartbeatTarget
 from rillflow.workers.messages import cannot_travel, heaviest
-from rillflow.workers.nodes import ProcessSeat, Seating
-from rillflow.workers.pending import await_replies, broken_worlds
+from rillflow.workers.multiprocess import MultiprocessBackend
+from rillflow.workers.nodes import ProcessSeat
 from rillflow.workers.ray_actor import RankActor
 from rillflow.workers.ray_cluster import RayCluster
 from rillflow.workers.ray_losses import loss, raise_cause
@@ -67,12 +50,6 @@ MAX_ARGUMENT_BYTES = 16 * 2**20
 """Largest size of an option; larger data must travel as batches."""
 MAX_BESIDE = 32
 """Largest number of references sent with a call; more go to the object store, once for all ranks."""
-_ABANDON_S = 5.0
-"""Seconds in which a rank ends its running call."""
-_CLOSE_S = 3.0
-"""Seconds that ranks have to close their resources before they are killed."""
-_START_EACH_S = 15.0
-"""Additional start time in seconds per rank: imports take time, and ranks of one machine share its cores."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,6 +64,8 @@ class _Process:
     """Its location, once it has reported it."""
     target: HeartbeatTarget | None = None
     """Where its heartbeats go, if it sends any."""
+    methods: dict[int, Any] = field(default_factory=dict)
+    """Remote methods by number of results; cached, since making one costs as much as a call."""
 
     @property
     def node(self) -> str:
@@ -95,18 +74,24 @@ class _Process:
         return self.seat.node
 
     @property
+    def local_pid(self) -> int:
+        """Number of the process; 0 on another machine."""
+        assert self.seat is not None, "it has reported its location"
+        return self.seat.pid if self.node == ray.util.get_node_ip_address() else 0
+
+    @property
     def number(self) -> str:
         """Number of its actor, as Ray's errors name it."""
         return str(self.actor._actor_id.hex())
 
 
-class RayBackend(Backend):
+class RayBackend(MultiprocessBackend[_Process]):
     """Backend that runs calls on Ray actors.
 
     Args:
         deadline_s: longest wait of a rank for another one's result.
         address: address of a running cluster; None starts one on this machine.
-        start_s: longest start of the processes; each rank adds some seconds.
+        start_s: see MultiprocessBackend, as for the other two.
         load_s: see Backend.
         heartbeat_s: silence of a rank after which it is lost; 0: no heartbeats.
         variables: environment variables that every rank gets.
@@ -122,17 +107,11 @@ class RayBackend(Backend):
         heartbeat_s: float = 5.0,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(deadline_s, load_s=load_s)
-        self._address, self._start_s, self._heartbeat_s = address, start_s, heartbeat_s
-        self._variables = dict(variables or {})
-        self._ranks: dict[Place, _Process] = {}
-        self._methods: dict[tuple[Place, int], Any] = {}
+        super().__init__(deadline_s, start_s=start_s, load_s=load_s, heartbeat_s=heartbeat_s)
+        self._address, self._variables = address, dict(variables or {})
         self._groups: list[Any] = []
         self._cluster = RayCluster(address)
-        self._heartbeats: Heartbeats | None = None
         self._told: dict[str, RankLost] = {}
-        self._era = 0
-        self._replacing: dict[Place, tuple[_Process, threading.Thread]] = {}
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
         self._cluster.enter(len(found))
@@ -151,16 +130,6 @@ class RayBackend(Backend):
             self._ranks[Place(at.pool, counts[at.pool])] = came[at]
             counts[at.pool] += 1
         self._join(self._ranks)
-
-    def mend(self, pools: Collection[str], deadline_s: float) -> None:
-        """See Backend."""
-        there = [at for at in self._ranks if at.pool in pools and len(self._worlds[at]) > 1]
-        left = {at: self._ranks[at].actor.has_left.remote() for at in there}
-        for world in broken_worlds(left, self._worlds, self, deadline_s):
-            host = self._ranks[world[0]].actor.host.remote(len(world), self._collective_s)
-            port = self._asked("opening a new store of its world", {world[0]: host})[world[0]]
-            joining = {at: self._ranks[at].actor.meet_again.remote(port) for at in world}
-            self._asked("joining its world again", joining)
 
     def pack(self, value: Any, what: str) -> Any:
         """See Backend."""
@@ -218,89 +187,43 @@ class RayBackend(Backend):
         """See Backend."""
         return bool(ray.wait(list(references), num_returns=1, timeout=deadline_s)[0])
 
-    def replace(self, places: Collection[Place]) -> Replacement:
-        """See Backend."""
-        ended = self._all_of(places)
-        if again := [place for place in ended if place in self._replacing]:
-            raise ClusterError(
-                f"{again[0]} is being replaced",
-                why="its new process is still starting",
-                fix="wait until the replacement is ready",
-            )
-        fresh, done = dict[Place, _Process](), Future[None]()
-        for place in ended:
-            old = self._ranks[place]
-            self._told.setdefault(old.number, RankLost("was replaced", why="a new process has its place"))
-            ray.kill(old.actor)
-            if self._heartbeats is not None and old.target is not None:
-                self._heartbeats.forget(old.target)
-            fresh[place] = _Process(actor=self._actor(place.pool, old.bundle), bundle=old.bundle)
-        thread = threading.Thread(target=self._restart, args=(fresh, done), name="replacement", daemon=True)
-        self._replacing |= {place: (process, thread) for place, process in fresh.items()}
-        thread.start()
-        return Replacement(ended, done)
-
-    def _restart(self, fresh: Mapping[Place, _Process], done: Future[None]) -> None:
-        """Make new processes the ranks of their places."""
-        try:
-            self._seat(fresh)
-            self._join(fresh)
-            for place, process in fresh.items():
-                self._ranks[place] = process
-                for key in [key for key in self._methods if key[0] == place]:
-                    del self._methods[key]
-                self.epochs[place] += 1
-        except BaseException as error:  # noqa: BLE001  the reader of the replacement raises it
-            for process in fresh.values():
-                ray.kill(process.actor)
-            found: BaseException | None = error
-        else:
-            found = None
-        for place in fresh:
-            del self._replacing[place]
-        if found is None:
-            done.set_result(None)
-        else:
-            done.set_exception(found)
-
-    def abandon(self) -> float:
-        """See Backend; a rank without heartbeats finishes its running call."""
-        self._era += 1
-        if self._heartbeats is not None:
-            self._heartbeats.abandon()
-        return min(_ABANDON_S, self._deadline_s)
-
     @property
     def refused(self) -> int:
         """See Backend: connections of processes that are no longer ranks; results cannot be late."""
         return 0 if self._heartbeats is None else self._heartbeats.refused
 
-    def close(self) -> None:
-        """See Backend."""
-        if self._ranks:  # without ranks, any Ray call would start Ray again
-            with suppress(faults.RayError):  # a busy or dead rank cannot close; it is killed anyway
-                ray.get([rank.actor.close.remote() for rank in self._ranks.values()], timeout=_CLOSE_S)
-        starting = list(self._replacing.values())
-        for process in [*self._ranks.values(), *(process for process, _ in starting)]:
-            ray.kill(process.actor)
-        for _, thread in starting:
-            thread.join(_CLOSE_S)
-        if self._heartbeats is not None:
-            self._heartbeats.close()
-            self._heartbeats = None
-        for group in self._groups:
-            remove_placement_group(group)
-        for held in (self.pools, self.devices, self._ranks, self._methods, self._groups):
-            held.clear()
-        self._cluster.leave()
+    def _spawned(self, place: Place, old: _Process | None) -> _Process:
+        """See MultiprocessBackend."""
+        assert old is not None, "a pool's first processes are started by its placement group"
+        return _Process(actor=self._actor(place.pool, old.bundle), bundle=old.bundle)
 
-    def _lose(self, process: _Process, reason: RankLost) -> None:
-        """End a process that has sent no heartbeat; every read of its results fails with the reason."""
+    def _ask(self, process: _Process, work: Callable[..., Any], *arguments: Any) -> Any:
+        """See MultiprocessBackend."""
+        return process.actor.ask.remote(packed((work, arguments)).body)
+
+    def _wait_for_all(self, references: Sequence[Any], deadline_s: float) -> None:
+        """See MultiprocessBackend."""
+        ray.wait(list(references), num_returns=len(references), timeout=deadline_s)
+
+    def _end(self, process: _Process, reason: RankLost) -> None:
+        """See MultiprocessBackend."""
+        self._told.setdefault(process.number, reason)
+        ray.kill(process.actor)
+
+    def _silent(self, process: _Process, reason: RankLost) -> None:
+        """See MultiprocessBackend; every read of the process's results fails with the reason."""
         self._told[process.number] = reason
         ray.kill(process.actor)
         if self._address is None and process.seat is not None:  # Ray gives a stopped process five seconds
             with suppress(ProcessLookupError):
                 os.kill(process.seat.pid, signal.SIGKILL)
+
+    def _release(self, processes: Sequence[_Process]) -> None:  # noqa: ARG002
+        """See MultiprocessBackend."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups.clear()
+        self._cluster.leave()
 
     def _lost(self, error: faults.RayError) -> RankLost:
         """Return the loss of a rank that an error of Ray reports, with the reason that is known here."""
@@ -310,11 +233,11 @@ class RayBackend(Backend):
         return RankLost(known.what, known.why, known.fix)
 
     def _method(self, place: Place, results: int) -> Any:
-        """Return the remote method for a number of results; cached, since it costs as much as a call."""
-        key = (place, results)
-        if key not in self._methods:
-            self._methods[key] = self._ranks[place].actor.run.options(num_returns=results)
-        return self._methods[key]
+        """Return the remote method for a number of results."""
+        process = self._ranks[place]
+        if results not in process.methods:
+            process.methods[results] = process.actor.run.options(num_returns=results)
+        return process.methods[results]
 
     def _place(self, pool: Pool, pools: Sequence[Pool]) -> None:
         """Start a pool's processes wherever there is room, numbered in the order of creation."""
@@ -334,50 +257,18 @@ class RayBackend(Backend):
         how = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": bundle}
         return ray.remote(RankActor).options(**how).remote(sys.path, self._variables)
 
-    def _seat(self, came: Mapping[Place, _Process]) -> None:
-        """Wait until processes have started and reported their location."""
+    def _seat(self, fresh: Mapping[Place, _Process]) -> None:
+        """See MultiprocessBackend."""
         driver = nodes.versions()
-        seats = self._asked("its start", {at: each.actor.seat.remote(driver) for at, each in came.items()})
+        seats = self._asked("its start", {at: each.actor.seat.remote(driver) for at, each in fresh.items()})
         for at, seat in seats.items():
-            came[at].seat = seat
+            fresh[at].seat = seat
 
     def _join(self, fresh: Mapping[Place, _Process]) -> None:
-        """Make processes the ranks of their places, and connect the ranks of each world."""
+        """See MultiprocessBackend."""
         if self._address is not None:
             self.nodes = {**self.nodes, **self._looked_at(fresh)}
-        neighbours = Counter(each.node for each in {**self._ranks, **fresh}.values())
-        first = [at for at in fresh if self._worlds[at][0] == at and len(self._worlds[at]) > 1]
-        hosting = {at: fresh[at].actor.host.remote(len(self._worlds[at]), self._collective_s) for at in first}
-        ports = self._asked("opening the store of its world", hosting)
-        joining = {}
-        for at, process in fresh.items():
-            world = self._worlds[at]
-            seating = Seating(
-                place=at,
-                pool_size=self.pools[at.pool],
-                index=world.index(at),
-                size=len(world),
-                host=fresh[world[0]].node,
-                port=ports.get(world[0], 0),
-                backend="gloo" if self.devices[at.pool] == "cpu" else "cpu:gloo,cuda:nccl",
-                neighbours=neighbours[process.node],
-                ahead_s=self.nodes[at].ahead_s if at in self.nodes else 0.0,
-                deadline_s=self._deadline_s,
-                collective_s=self._collective_s,
-                target=self._watch(at, process),
-            )
-            joining[at] = process.actor.join.remote(seating)
-        self._asked("joining its world", joining)
-
-    def _watch(self, place: Place, process: _Process) -> HeartbeatTarget | None:
-        """Expect heartbeats of a process; return where it sends them."""
-        if self._heartbeats is None:
-            return None
-        assert process.seat is not None, "it has reported its location"
-        local_pid = process.seat.pid if process.node == ray.util.get_node_ip_address() else 0
-        lost = partial(self._lose, process)
-        process.target = self._heartbeats.watch(place, lost, node=process.node, local_pid=local_pid)
-        return process.target
+        super()._join(fresh)
 
     def _looked_at(self, fresh: Mapping[Place, _Process]) -> dict[Place, Node]:
         """Return the node of every rank; check each node's shared memory and clock once."""
@@ -392,15 +283,11 @@ class RayBackend(Backend):
                 found[process.node] = Node(address=process.node, ahead_s=ahead_s)
         return {at: found[process.node] for at, process in fresh.items()}
 
-    def _asked(self, doing: str, calls: Mapping[Place, Any]) -> dict[Place, Any]:
-        """Return the replies of processes during the start."""
-        wait_s = self._start_s + _START_EACH_S * len(self._worlds)
-        fix = "raise placement.start_s"
-        if self._address is not None:
-            fix += (
-                "; ray status on a node shows what is free: the ranks of a lost node need room on another one"
-            )
-        return await_replies(doing, calls, self, wait_s, fix=fix)
+    def _start_advice(self) -> str:
+        """See MultiprocessBackend."""
+        room = "ray status on a node shows what is free: the ranks of a lost node need room on another one"
+        advice = super()._start_advice()
+        return advice if self._address is None else f"{advice}; {room}"
 
 
 def _order(process: _Process) -> tuple[int, int]:

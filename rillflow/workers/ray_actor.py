@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rillflow.workers.busy_machine import share_cores
+from rillflow.runs.busy_machine import share_cores
 
 LOG_LEVEL = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Without it, each connection on a node without a name service prints a warning."""
@@ -43,25 +43,9 @@ class RankActor:
         """See RankProcess."""
         return self._rank.time()
 
-    def host(self, size: int, deadline_s: float) -> Any:
+    def ask(self, sent: Any) -> Any:
         """See RankProcess."""
-        return self._rank.host(size, deadline_s)
-
-    def join(self, seating: Any) -> Any:
-        """See RankProcess."""
-        return self._rank.join(seating)
-
-    def has_left(self) -> Any:
-        """See RankProcess."""
-        return self._rank.has_left()
-
-    def meet_again(self, port: int) -> Any:
-        """See RankProcess."""
-        return self._rank.meet_again(port)
-
-    def close(self) -> None:
-        """See RankProcess."""
-        self._rank.close()
+        return self._rank.ask(sent)
 
     def run(self, sent: Any, *own: Any) -> Any:
         """See RankProcess."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from rillflow.errors import ClusterError, ConfigError
+from rillflow.errors import ClusterError, ConfigError, install_package
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.config import PlacementConfig
 from rillflow.workers.inline import InlineBackend
@@ -72,7 +72,7 @@ def start_backend(
         raise ClusterError(
             f"the pools have {ranks} ranks, which need Ray, but Ray is not installed",
             why="several ranks run in several processes; inline they would share one interpreter",
-            fix="pip install 'rillflow[ray]', or set placement.backend = \"process\"",
+            fix=f'{install_package("ray")}, or set placement.backend = "process"',
         )
     else:
         backend = ray_backend(

@@ -1,18 +1,15 @@
-"""Watchdog: start and end processes so that nothing is left over, also if the driver is killed.
+"""Watchdog: end Ray's processes so that nothing is left over, also if the driver is killed.
 
     driver ── starts ──> watchdog        a separate process in its own session
        ├── sends a byte ──> every process with the cluster's mark is killed
        └── has died ──────> the same, and the cluster's folder is removed
 
-A child of ``start_child`` that calls ``end_with`` ends with its parent, by the kernel. It survives signals of
-a scheduler to all processes of a job, and a screen that goes away.
 Ray's daemons end at once after a killed driver, but their helper processes need a minute. The watchdog runs
 as a script and imports only the standard library.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import shutil
@@ -21,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,8 +26,6 @@ MARK = "RILLFLOW_CLUSTER"
 """Environment variable that processes of a cluster inherit; its value is the cluster's folder."""
 _LEAVE_S = 10.0
 """Longest time in seconds to leave a cluster."""
-_BEGIN = "import sys; from rillflow.workers.watchdog import begin_child; begin_child(int(sys.argv[1])); "
-_PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
 """Seconds between two checks that the driver is alive."""
 
@@ -69,55 +64,6 @@ def end_once(watchdog: subprocess.Popen[bytes], is_left: Callable[[], bool]) -> 
             end(watchdog, 0.0)
 
     threading.Thread(target=wait, name="end of the cluster", daemon=True).start()
-
-
-def start_child(
-    boot: str, *arguments: int, descriptors: Sequence[int], told: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a Python process that can import what this one can; it leaves ending signals to this one.
-
-    Start it in a thread that lives on: if the child calls ``end_with``, it ends with that thread.
-
-    Args:
-        boot: its code; ``sys.argv[1]`` is this process's id, and ``arguments`` follow.
-        arguments: numbers for the code.
-        descriptors: file descriptors that stay open in it.
-        told: further environment variables.
-    """
-    from rillflow.runs.ending_signals import blocked  # the watchdog runs as a script, without the package
-
-    with blocked():
-        return subprocess.Popen(
-            [sys.executable, "-c", _BEGIN + boot, *map(str, (os.getpid(), *arguments))],
-            stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(told or {})},
-            start_new_session=True,
-        )
-
-
-def begin_child(driver: int) -> None:
-    """Let a process of ``start_child`` outlive the signals and the screen of its driver."""
-    from rillflow.runs.ending_signals import leave_to_driver
-    from rillflow.runs.standard_streams import keep_going
-
-    leave_to_driver(driver)
-    keep_going()
-
-
-def how_ended(code: int) -> str:
-    """Return how a process ended, in words: with its exit code, or by a signal."""
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-
-
-def end_with(driver: int) -> None:
-    """Let the kernel kill this process, a child of the driver, when the thread that started it ends.
-
-    That holds for a process that is stopped, too, and for one whose call holds Python's interpreter lock.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != driver:  # it ended before
-        os._exit(1)
 
 
 def _main(driver: int, folder: str) -> None:

@@ -75,6 +75,12 @@ def package(everything: list[Source]) -> list[Source]:
 
 
 @pytest.fixture(scope="session")
+def parts(everything: list[Source]) -> list[Source]:
+    """Return every file of the parts."""
+    return [source for source in everything if source.path.startswith("rillflow_parts/")]
+
+
+@pytest.fixture(scope="session")
 def plugins(everything: list[Source]) -> list[Source]:
     """Return every file of the plugins' own packages."""
     found = [source for source in everything if re.match(r"plugins/\w+/rillflow_", source.path)]
@@ -85,7 +91,7 @@ def plugins(everything: list[Source]) -> list[Source]:
 @pytest.fixture(scope="session")
 def everything() -> list[Source]:
     """Return every Python file of the repository."""
-    return sources_of("rillflow", "plugins", "tests", "benchmarks", "recipes", "examples")
+    return sources_of("rillflow", "rillflow_parts", "plugins", "tests", "benchmarks", "recipes", "examples")
 
 
 @pytest.fixture(scope="session")

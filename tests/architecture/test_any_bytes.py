@@ -22,10 +22,10 @@ from rillflow.app.model_files import sizes_of_directory
 from rillflow.app.recipe import load_recipe
 from rillflow.controller.checkpoint import latest_checkpoint, save_checkpoint
 from rillflow.errors import RillflowError
+from rillflow.isolation.frames import FrameError, FrameReader
 from rillflow.models.directory_checks import check_weight_files
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
-from rillflow.rewards.frames import FrameError, FrameReader
 from rillflow.sharding.layout import Weight
 from rillflow.sharding.sharded_file import listed_weights, load_sharded
 from rillflow.tasks.example import example_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "streaming"))
 
 if find_spec("rillflow_planner") is None:
     pytest.skip("the planner is not installed", allow_module_level=True)
@@ -53,7 +53,9 @@ def test_rungs_ahead_are_predicted_faster_and_no_faster_than_their_longest_pool(
 
 def test_rows_of_a_run_have_the_given_lengths(tmp_path: Path) -> None:
     recipe = computing.written(tmp_path, computing.SIZES["computing-tiny"], "inline")
-    run = rungs.run_of(recipe, tmp_path / "run", "rollout.stream_chunks=4", "algorithm.steps=2")
+    run = rungs.run_of(
+        recipe, tmp_path / "run", 'schedule={mode="streamed",stream_chunks=4}', "algorithm.steps=2"
+    )
     lengths = computing.lengths_of(computing.SIZES["computing-tiny"].longest)
     for step in (1, 2):
         assert [len(each.sampled) for each in read_rollouts(run, step)] == list(lengths)

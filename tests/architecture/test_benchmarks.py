@@ -1,6 +1,6 @@
 """Every benchmark runs its smallest round, with the code that makes its figures.
 
-benchmarks/NAME.py ─ SMALLEST, SLOW ─> benchmarks/smallest.py ─> a process for each command line
+benchmarks/AREA/NAME.py ─ SMALLEST, SLOW ─> benchmarks/smallest.py ─> a process for each command line
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ROUNDS = {name: smallest.read_round(path) for name, path in FOUND.items()}
 
 
 def test_the_folder_is_searched() -> None:
-    assert {"generation", "ahead", "grpo_step", "classic/ring", "classic/operators"} <= set(FOUND)
-    assert not {"smallest", "intervals", "plain_updates"} & set(FOUND), "these are no benchmarks"
+    assert {"engine/generation", "streaming/ahead", "classic/ring"} <= set(FOUND)
+    assert not {"training/plain_updates", "mutation/__main__"} & set(FOUND), "these are no benchmarks"
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -32,10 +32,29 @@ def test_a_smallest_round_is_stated_and_writes_no_page(name: str) -> None:
 
 
 def test_a_benchmark_without_a_smallest_round_is_named(tmp_path: Path) -> None:
-    (tmp_path / "fast.py").write_text('SMALLEST = []\nif __name__ == "__main__":\n    print(1)\n')
-    assert list(smallest.found(tmp_path)) == ["fast"]
+    (tmp_path / "area").mkdir()
+    (tmp_path / "area" / "fast.py").write_text('SMALLEST = []\nif __name__ == "__main__":\n    print(1)\n')
+    assert list(smallest.found(tmp_path)) == ["area/fast"]
     with pytest.raises(LookupError, match=r"benchmarks/fast\.py states no smallest round"):
-        smallest.read_round(tmp_path / "fast.py")
+        smallest.read_round(tmp_path / "area" / "fast.py")
+
+
+def test_the_index_has_every_benchmark_and_every_page_once() -> None:
+    """A row of ``benchmarks/README.md``: question, command, and the pages that the command writes."""
+    index = (smallest.FOLDER / "README.md").read_text("utf-8")
+    commands = re.findall(r"^\| [^|]+\? \| `python benchmarks/([^`]+)` \| (.+) \|$", index, re.MULTILINE)
+    assert sorted(command for command, _ in commands) == sorted(
+        [*(f"{name}.py" for name in FOUND), "mutation"]
+    )
+    linked = [page for _, pages in commands for page in re.findall(r"\]\(results/([^)]+)\)", pages)]
+    assert set(linked) == {page.name for page in (smallest.FOLDER / "results").glob("*.md")}
+    assert all("](results/" in pages or pages == "printed" for _, pages in commands)
+
+
+def test_the_index_has_a_heading_for_every_area() -> None:
+    index = (smallest.FOLDER / "README.md").read_text("utf-8")
+    areas = {name.partition("/")[0] for name in FOUND} | {"mutation"}
+    assert set(re.findall(r"^## (\w+)$", index, re.MULTILINE)) == areas
 
 
 def test_a_benchmark_that_fails_is_told_with_its_output(tmp_path: Path) -> None:

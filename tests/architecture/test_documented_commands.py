@@ -20,14 +20,25 @@ from pathlib import Path
 import pytest
 
 from rillflow.algorithms.config import SampledConfig
-from rillflow.app.recipe import LoadedRecipe, open_recipe
+from rillflow.app.recipe import open_recipe
+from rillflow.app.resolved import Resolved
 from rillflow.errors import ConfigError
+from tests.architecture.lean import make_lean_environment
 from tests.flows.warm import Command
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240
 NEEDS_RIGHT_ANSWERS = ("online_dpo",)
 """Algorithms that stop with an error if no sampled answer is right: they keep their rows and warm start."""
+FRONT = "README.md"
+INSTALLS = {
+    "serve": "pip install -e '.[service]'",
+    "watch": "pip install -e '.[service]'",
+    "plan": "pip install ./plugins/planner",
+    "simulate": "pip install ./plugins/planner",
+    "merge": "pip install ./plugins/merging",
+}
+"""Line that installs the extra or plugin of each command which the core alone cannot run."""
 _MARK = re.compile(r"<!-- not run: \S.* -->")
 _GENERATED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "model", "tests")
 
@@ -64,7 +75,7 @@ def in_small(text: str, folder: Path) -> list[str]:
     match words:
         case ["make", *targets]:
             return [small for target in targets or ["quickstart"] for small in _of_make(target, folder)]
-        case ["source", ".venv/bin/activate"] | ["git" | "cd", *_]:
+        case ["source", ".venv/bin/activate"] | ["git" | "cd", *_] | ["pip", "install", *_]:
             return []
         case ["python", file, *_] if file.startswith("benchmarks/"):
             return [f"python {file} --help"]
@@ -85,7 +96,7 @@ def _small_settings(arguments: list[str], folder: Path) -> list[str]:
     """Return settings that reduce a run to one step of a few rows, in addition to the shown ones."""
     given = [value for flag, value in itertools.pairwise(arguments) if flag == "--set"]
     loaded = open_recipe(folder / arguments[0], given)
-    if not isinstance(loaded, LoadedRecipe):
+    if not isinstance(loaded, Resolved):
         return ["--set", "algorithm.steps=2", "--set", "evaluate.episodes=2"]
     recipe = loaded.recipe
     small = ["algorithm.steps=1", "policy.warmup_steps=0", "evaluate.problems=8"]
@@ -97,6 +108,36 @@ def _small_settings(arguments: list[str], folder: Path) -> list[str]:
     if recipe.warm_start is not None:
         small += ["warm_start.steps=1", "warm_start.prompts_per_step=8", "warm_start.warmup_steps=0"]
     return [word for setting in small for word in ("--set", setting)]
+
+
+def without_installs(page: str) -> Iterator[Shown]:
+    """Yield the commands of a page that stand in no section after one that installs something."""
+    ends = [*(n for n, line in enumerate(page.splitlines(), 1) if line.startswith("## ")), sys.maxsize]
+    installed_until = 0
+    for shown in commands_of(page):
+        if shown.text.startswith("pip install"):
+            installed_until = next(end for end in ends if end > shown.line)
+        elif shown.line >= installed_until:
+            yield shown
+
+
+def unprepared(page: str) -> list[str]:
+    """Return the commands of a page that need more than the core, without its install line above them.
+
+    The line stands in the same section.
+    """
+    found, lines = [], set[str]()
+    heads = [number for number, line in enumerate(page.splitlines(), 1) if line.startswith("## ")]
+    section = 0
+    for shown in commands_of(page):
+        if (here := sum(head < shown.line for head in heads)) != section:
+            section, lines = here, set()
+        lines.add(shown.text)
+        words = shlex.split(shown.text, comments=True)
+        needed = INSTALLS.get(words[1]) if words[0] == "rillflow" and len(words) > 1 else None
+        if needed is not None and needed not in lines:
+            found.append(shown.text)
+    return found
 
 
 def forked_words(command: str) -> list[str]:
@@ -135,7 +176,19 @@ def pages() -> list[Path]:
 
 
 WITH_COMMANDS = [str(page.relative_to(ROOT)) for page in pages() if any(commands_of(page.read_text("utf-8")))]
-ALIKE = ("best_of_n", "cispo", "dapo", "dr_grpo", "gspo", "online_dpo", "reinforce_pp", "remax", "rloo")
+"""Pages with commands; of the front page, the lean environment runs those that the core can run."""
+ALIKE = (
+    "best_of_n",
+    "cispo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "online_dpo",
+    "ppo",
+    "reinforce_pp",
+    "remax",
+    "rloo",
+)
 """Recipes whose pages differ only in a name; together they take a minute."""
 ELSEWHERE = ("arithmetic", "pairwise", "preference", "safe_rlhf", "warp", "your_own")
 """Recipes that tests/flows or the front page's commands run every day."""
@@ -143,7 +196,9 @@ LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/algorithms/README.md",
     "docs/cli.md",
     "docs/cluster.md",
-    "docs/start.md",
+    "docs/first_day.md",
+    "docs/lora_to_vllm.md",
+    "docs/resume.md",
     "docs/design/controller.md",
     "docs/design/fusion.md",
     "docs/design/models.md",
@@ -174,10 +229,61 @@ def test_every_command_runs(page: str, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.chdir(folder)
-    for shown in commands_of((ROOT / page).read_text("utf-8")):
-        for command in in_small(shown.text, folder) if shown.is_run else []:
+    text = (ROOT / page).read_text("utf-8")
+    lean = {shown.line for shown in without_installs(text)} if page == FRONT else set()
+    for shown in commands_of(text):
+        for command in in_small(shown.text, folder) if shown.is_run and shown.line not in lean else []:
             code, said = ended(command, folder, tmp_path / "said.txt")
             assert code == 0, f"{page}:{shown.line}: {command}\nended with {code}\n{said[-6000:]}"
+
+
+@pytest.mark.timeout(900)
+def test_the_front_page_runs_after_make_quickstart_alone(tmp_path: Path) -> None:
+    """Nothing of the extras, the plugins and the tests' tools can be imported."""
+    folder = tmp_path / "rillflow"
+    shutil.copytree(ROOT, folder, ignore=_left_out)
+    programs = make_lean_environment(folder / ".venv", folder)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    variables |= {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = []
+    for shown in without_installs((ROOT / FRONT).read_text("utf-8")):
+        for command in in_small(shown.text, folder) if shown.is_run else []:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", command],
+                cwd=folder,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+            assert done.returncode == 0, f"{FRONT}:{shown.line}: {command}\n{done.stdout}{done.stderr}"
+            ran.append(command)
+    assert len(ran) >= 5
+
+
+def test_the_front_page_installs_what_its_commands_need() -> None:
+    assert unprepared((ROOT / FRONT).read_text("utf-8")) == []
+
+
+def test_a_command_without_its_install_line_is_found() -> None:
+    serve, install = "$ rillflow serve runs/a", "$ pip install -e '.[service]'"
+    page = f"## One\n```console\n{install}\n{serve}\n```\n## Two\n```console\n{serve}\n$ make test\n```\n"
+    assert unprepared(page) == ["rillflow serve runs/a"]
+    assert [shown.text for shown in without_installs(page)] == ["rillflow serve runs/a", "make test"]
+
+
+def test_no_page_installs_from_an_index_that_lacks_rillflow() -> None:
+    """Nothing of Rillflow is on PyPI, so a page names the clone's folders."""
+    named = [
+        f"{page.relative_to(ROOT)}: {line.strip()}"
+        for page in pages()
+        if page.relative_to(ROOT).parts[:2] != ("docs", "design") and "plugins" not in page.parts
+        for line in page.read_text("utf-8").splitlines()
+        if re.search(r"pip install (-\S+ )*'?rillflow", line)
+    ]
+    assert named == []
 
 
 def test_a_command_of_rillflow_alone_needs_no_shell() -> None:

@@ -1,7 +1,10 @@
-"""Every algorithm's page shows the graph of its step as `rillflow graph` draws it."""
+"""Every algorithm's page or section shows the graph of its step as `rillflow graph` draws it."""
 
 from __future__ import annotations
 
+import itertools
+import re
+import shlex
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -9,9 +12,23 @@ from types import ModuleType
 import pytest
 
 from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.app.recipe import open_recipe
+from rillflow.app.resolved import Resolved
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "algorithms"
+
+
+def places() -> dict[str, tuple[Path, str]]:
+    """Return the page and the text of each algorithm: a page of its name, or a section that names it."""
+    found = {}
+    for page in sorted(PAGES.glob("*.md")):
+        text = page.read_text("utf-8")
+        found[page.stem] = (page, text)
+        for section in re.split(r"^## ", text, flags=re.M)[1:]:
+            if named := re.search(r'`algorithm\.name = "(\w+)"`', section):
+                found.setdefault(named[1], (page, section))
+    return found
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -19,9 +36,20 @@ def test_a_page_shows_the_graph_of_today(
     name: str, drawing: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    page = (PAGES / f"{name}.md").read_text("utf-8")
-    assert drawing.BLOCK.search(page), f"docs/algorithms/{name}.md shows no graph"
-    assert page == drawing.redrawn(page), "make docs draws it anew"
+    page, text = places()[name]
+    shown = drawing.BLOCK.search(text)
+    assert shown, f"{page.name} shows no graph of {name}"
+    assert traced(shown[1]) == name
+    assert text == drawing.redrawn(text), "make docs draws it anew"
+
+
+def traced(command: str) -> str:
+    """Return the algorithm of the recipe that ``rillflow graph`` of a page draws."""
+    words = shlex.split(command)
+    given = [value for flag, value in itertools.pairwise(words) if flag == "--set"]
+    loaded = open_recipe(ROOT / words[1], given)
+    assert isinstance(loaded, Resolved)
+    return loaded.recipe.algorithm.name
 
 
 def test_steps_are_traced_by_the_endpoints_of_today(drawing: ModuleType) -> None:
@@ -39,6 +67,6 @@ def test_what_is_read_beside_the_code_is_installed_with_it() -> None:
 
 def test_a_stale_graph_is_found(drawing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    page = (PAGES / "rloo.md").read_text("utf-8")
+    _, page = places()["rloo"]
     stale = page.replace("[policy.generate]", "[policy.sample]")
     assert stale != page == drawing.redrawn(stale)

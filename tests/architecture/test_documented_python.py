@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.architecture.test_links import FOLDERS
+
 NOTEBOOKS = ("docs/notebooks/first_run.ipynb",)
 PAGES = ("docs/python.md", *(pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOKS))
 
@@ -45,10 +47,19 @@ def test_the_front_page_runs_as_printed(root: Path, tmp_path: Path, run: Callabl
     assert (tmp_path / "runs/mine/report.html").is_file()
 
 
-def test_the_tree_of_the_front_page_has_every_package(root: Path) -> None:
-    text = (root / "README.md").read_text("utf-8")
-    listed = re.findall(r"^  (\w+)/ ", text[text.index("\nrillflow/\n") : text.index("\nexamples/ ")], re.M)
-    assert sorted(listed) == sorted(path.parent.name for path in (root / "rillflow").glob("*/__init__.py"))
+def test_the_table_of_layers_has_every_package(root: Path) -> None:
+    text = (root / "docs/architecture.md").read_text("utf-8")
+    rows = re.findall(r"^\| \d \w+ \| ([^|]+) \|", text, re.M)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    packages = [path.parent.name for path in (root / "rillflow").glob("*/__init__.py")]
+    assert sorted(listed) == sorted([*packages, "errors"])
+
+
+def test_the_tree_has_every_folder(root: Path) -> None:
+    text = (root / "docs/architecture.md").read_text("utf-8")
+    tree = text.partition("## The tree")[2].partition("\n## ")[0]
+    listed = re.findall(r"^(\w+)/ ", tree, re.M)
+    assert sorted(listed) == sorted(["rillflow", "rillflow_parts", "tests", *FOLDERS])
 
 
 def test_a_notebook_is_executed_and_shows_a_curve_that_rises(root: Path) -> None:

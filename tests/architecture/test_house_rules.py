@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.recipe import Recipe
+from rillflow.app.sections import Recipe
 from rillflow.config.schema import walk
 
 FILE_LINES = 500
@@ -36,7 +36,7 @@ ORDINARY_WORDS = {"preference", "pairwise", "dpo"}
 
 Records, losses and formulas use them, and so does a function of itertools.
 """
-PRINTING = re.compile(r"rillflow/cli/|plugins/\w+/rillflow_\w+/(commands|plugin)\.py$")
+PRINTING = re.compile(r"rillflow/cli/|(plugins/\w+/rillflow_\w+|rillflow_parts/\w+)/(commands|plugin)\.py$")
 """Files of commands."""
 CLASSIC_ALGORITHMS = "plugins/classic/rillflow_classic/algorithms/"
 """Folder of the classic algorithms."""
@@ -138,10 +138,10 @@ Scan = Callable[[Any], Iterator[str]]
 
 
 @pytest.mark.parametrize("scan", [prints, names_an_algorithm, runs_data_as_code])
-def test_the_package_and_the_plugins_keep_the_rule(
-    package: list[Any], plugins: list[Any], scan: Scan
+def test_the_package_its_parts_and_the_plugins_keep_the_rule(
+    package: list[Any], parts: list[Any], plugins: list[Any], scan: Scan
 ) -> None:
-    assert [line for source in (*package, *plugins) for line in scan(source)] == []
+    assert [line for source in (*package, *parts, *plugins) for line in scan(source)] == []
 
 
 @pytest.mark.parametrize("scan", [is_a_drawer, is_too_long, is_unfinished])

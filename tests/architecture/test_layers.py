@@ -9,13 +9,14 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rillflow.app.plugins import SHIPPED
+from rillflow.app.plugins import PARTS, SHIPPED
 
 CLASSIC = "plugins/classic/rillflow_classic/"
 ADAPTERS = {
@@ -28,19 +29,20 @@ ADAPTERS = {
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
     "starlette": (
-        *(f"rillflow/serving/{name}.py" for name in ("http_body", "request_reader", "openai_server")),
-        "rillflow/watch/",
+        *(f"rillflow/serving/{name}.py" for name in ("http_body", "request_reader")),
+        "rillflow_parts/endpoint/openai_server.py",
+        "rillflow_parts/watch/",
         *(f"plugins/service/rillflow_service/{name}.py" for name in ("http_app", "app", "engine_app")),
         *(f"plugins/training_service/rillflow_training_service/{name}.py" for name in ("app", "listing")),
     ),
-    "verifiers": ("rillflow/serving/environments/verifiers_adapter.py",),
-    "openenv": ("rillflow/serving/environments/openenv_adapter.py",),
-    "openai": ("rillflow/serving/environments/verifiers_adapter.py",),
+    "verifiers": ("rillflow_parts/environments/verifiers_adapter.py",),
+    "openenv": ("rillflow_parts/environments/openenv_adapter.py",),
+    "openai": ("rillflow_parts/environments/verifiers_adapter.py",),
     "uvicorn": ("rillflow/serving/server.py", "plugins/service/rillflow_service/__main__.py"),
-    "ray": ("rillflow/workers/ray",),
+    "ray": ("rillflow/workers/ray", "rillflow_parts/sweeps/ray_commands.py"),
     "cloudpickle": ("rillflow/workers/messages.py",),
-    "vllm": ("rillflow/rollout/vllm/core.py",),
-    **{name: (f"rillflow/runs/trackers/{name}.py",) for name in ("wandb", "tensorboard", "mlflow")},
+    "vllm": ("rillflow_parts/vllm/core.py",),
+    **{name: (f"rillflow_parts/trackers/{name}.py",) for name in ("wandb", "tensorboard", "mlflow")},
     "google": ("plugins/training_service/rillflow_training_service/wire.py",),
     "envpool": (CLASSIC + "environments/",),
     "ale_py": (CLASSIC + "environments/",),
@@ -93,6 +95,27 @@ def upward(source: Any, order: dict[str, int]) -> list[str]:
     return [f"{source.path} imports {name}" for name in found if name != own and order[name] >= order[own]]
 
 
+def uses_of(page: str) -> dict[str, set[str]]:
+    """Return the parts of the architecture page's table, each with the other parts that it may import."""
+    section = page.partition("| part | brings | imports |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \|[^|]+\|([^|]*)\|$", section, flags=re.MULTILINE)
+    return {name: set(re.findall(r"`(\w+)`", imports)) for name, imports in rows}
+
+
+@pytest.fixture(scope="module")
+def uses(root: Path) -> dict[str, set[str]]:
+    return uses_of((root / "docs/architecture.md").read_text("utf-8"))
+
+
+def across(source: Any, uses: dict[str, set[str]]) -> list[str]:
+    """Return the imports of parts from a file outside their own part, except for those that it uses."""
+    top, own = Path(source.path).parts[:2]
+    allowed = {own, *uses.get(own, ())} if top == "rillflow_parts" else set()
+    found = [name.split(".")[1] for name in modules(source.tree) if name.startswith("rillflow_parts.")]
+    found += ["every part" for name in modules(source.tree) if name == "rillflow_parts"]
+    return [f"{source.path} imports the part {name}" for name in found if name not in allowed]
+
+
 def misplaced(source: Any) -> list[str]:
     """Return the third-party imports of a file that belong in an adapter elsewhere."""
     found = {name.split(".")[0] for name in modules(source.tree)} & set(ADAPTERS)
@@ -112,12 +135,31 @@ def test_no_import_goes_up(package: list[Any], order: dict[str, int]) -> None:
     assert [line for source in package for line in upward(source, order)] == []
 
 
-def test_third_party_names_stay_in_their_adapter(package: list[Any], plugins: list[Any]) -> None:
-    assert [line for source in (*package, *plugins) for line in misplaced(source)] == []
+def test_the_core_imports_no_part_and_parts_import_no_other(
+    package: list[Any], parts: list[Any], uses: dict[str, set[str]]
+) -> None:
+    assert [line for source in (*package, *parts) for line in across(source, uses)] == []
 
 
-def test_a_package_file_holds_its_docstring_and_no_import(package: list[Any]) -> None:
-    for source in package:
+def test_every_part_is_in_the_table_and_is_an_entry_point(
+    parts: list[Any], uses: dict[str, set[str]], root: Path
+) -> None:
+    folders = {Path(source.path).parts[1] for source in parts} - {"__init__.py"}
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    assert folders == PARTS.keys() == uses.keys()
+    assert project["entry-points"]["rillflow.plugins"] == {
+        name: f"rillflow_parts.{name}.plugin:PLUGIN" for name in PARTS
+    }
+
+
+def test_third_party_names_stay_in_their_adapter(
+    package: list[Any], parts: list[Any], plugins: list[Any]
+) -> None:
+    assert [line for source in (*package, *parts, *plugins) for line in misplaced(source)] == []
+
+
+def test_a_package_file_holds_its_docstring_and_no_import(package: list[Any], parts: list[Any]) -> None:
+    for source in (*package, *parts):
         if not source.path.endswith("__init__.py"):
             continue
         assert ast.get_docstring(source.tree), f"{source.path} says nothing"
@@ -132,8 +174,10 @@ def test_a_package_file_holds_its_docstring_and_no_import(package: list[Any]) ->
         assert named == [], f"{source.path} imports"
 
 
-def test_every_module_says_what_lives_there(package: list[Any], plugins: list[Any]) -> None:
-    assert [source.path for source in (*package, *plugins) if not ast.get_docstring(source.tree)] == []
+def test_every_module_says_what_lives_there(package: list[Any], parts: list[Any], plugins: list[Any]) -> None:
+    assert [
+        source.path for source in (*package, *parts, *plugins) if not ast.get_docstring(source.tree)
+    ] == []
 
 
 def test_settings_import_nothing_heavy(root: Path) -> None:
@@ -160,6 +204,15 @@ def test_the_scans_can_fail(source: Any, order: dict[str, int]) -> None:
     assert len(misplaced(another)) == 2
     lazy = source("rillflow/training/bad.py", "def f():\n    from rillflow import rollout")
     assert upward(lazy, order) == ["rillflow/training/bad.py imports rollout"]
+    part = source("rillflow/app/bad.py", "import rillflow_parts\nfrom rillflow_parts.watch import api")
+    uses = {"watch": {"report"}, "other": set[str]()}
+    assert across(part, uses) == [
+        "rillflow/app/bad.py imports the part watch",
+        "rillflow/app/bad.py imports the part every part",
+    ]
+    text = "from rillflow_parts.watch import api\nimport rillflow_parts.report.html"
+    assert across(source("rillflow_parts/watch/a.py", text), uses) == []
+    assert len(across(source("rillflow_parts/other/a.py", text), uses)) == 2
     good = source("rillflow/models/good.py", "import transformers\nfrom rillflow import errors, __version__")
     assert upward(good, order) == misplaced(good) == []
     with pytest.raises(AssertionError, match="relative import"):

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.app.recipe import Recipe
+from rillflow.app.plugin_sections import plugin_changes
+from rillflow.app.resume import MAY_CHANGE
+from rillflow.app.sections import recipe_class
 from rillflow.config.schema import walk
 
 DOCS = Path(__file__).parents[2] / "docs"
-GUIDES = ["start", "your_own", "curves", "does_not_learn", "from_trl", "from_verl"]
-KNOWN = {key.dotted for key in walk(Recipe)}
+GUIDES = ["first_day", "lora_to_vllm", "resume", "settings_that_matter", "from_trl", "from_verl"]
+KNOWN = {key.dotted for key in walk(recipe_class())}
 SECTIONS = {name.partition(".")[0] for name in KNOWN}
 METRICS = set(re.findall(r"`([a-z_]+/[a-zA-Z_@]+/[a-z_]+)`", (DOCS / "metrics.md").read_text()))
 CODE = re.compile(r"`([^`\n]+)`")
@@ -36,6 +38,22 @@ def unknown(text: str, ours: int | None = None) -> Iterator[str]:
 def test_every_setting_and_metric_of_a_guide_exists(guide: str) -> None:
     text = (DOCS / f"{guide}.md").read_text()
     assert sorted(set(unknown(text, 2 if guide.startswith("from_") else None))) == []
+
+
+def test_the_first_day_names_the_sections_of_the_quickstarts_recipe() -> None:
+    recipe = (DOCS.parent / "recipes/arithmetic/run.toml").read_text()
+    text = (DOCS / "first_day.md").read_text().partition("## 2. ")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    shown = [name for row in rows for name in re.findall(r"`\[([\w.]+)\]`", row)]
+    assert shown == re.findall(r"^\[([\w.]+)\]$", recipe, re.M)
+
+
+def test_the_page_of_resume_names_settings_that_may_change() -> None:
+    text = (DOCS / "resume.md").read_text().partition("## What may change")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    named = [name for row in rows for name in re.findall(r"`([a-z_]+\.[a-z_.]+)`", row)]
+    assert len(named) >= 25
+    assert [name for name in named if name not in {*MAY_CHANGE, *plugin_changes()}] == []
 
 
 def test_the_scan_can_fail() -> None:

@@ -19,7 +19,6 @@ import pytest
 import rillflow
 from rillflow.records.metrics import Mean
 from rillflow.runs.formatting import visible
-from rillflow.runs.report.write import write_report
 from rillflow.runs.run_directory import RunDirectory
 from tests.clients.sample_runs import HOSTILE, write_samples
 
@@ -100,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start the server; yield its address with the token."""
-    pytest.importorskip("rillflow.watch.server")
+    pytest.importorskip("rillflow_parts.watch.server")
     cache = tmp_path_factory.mktemp("cache")
     command = [
         sys.executable,
@@ -383,7 +382,7 @@ def test_smoothing_numbers_and_hidden_characters_are_what_the_page_says(wide: Wa
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_report_draws_itself_from_one_file(browser: Any, folder: Path, width: int) -> None:
-    report = opened(browser, write_report(folder / "agent").as_uri(), width)
+    report = opened(browser, rillflow.open_run(folder / "agent").report().as_uri(), width)
     page = report.page
     page.goto(report.url)
     page.wait_for_selector("canvas")

@@ -32,7 +32,6 @@ from rillflow.workers.start import ray_backend
 from rillflow.workers.transfer import Transfer
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from programs import Unmakeable, Worker, half_of, leave_open, overwriting
 
 POOLS = [Pool(name="one", size=1), Pool(name="two", size=2), Pool(name="four", size=4)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from rillflow.placement.fused.check import check
 from rillflow.placement.fused.listing import in_turn, list_schedule
 from rillflow.placement.fused.moves import Orders
-from rillflow.placement.fused.problem import FusedProblem, Schedule, even
+from rillflow.placement.fused.problem import FusedProblem, FusedSchedule, even
 from rillflow.placement.fused.step import step_plan
 from rillflow.placement.fused.work import FusedWork
 from rillflow.sharding.fused_pipeline import PipelinePass, run_fused
@@ -37,7 +37,7 @@ def problem(stages: tuple[int, int], counts: tuple[int, int]) -> FusedProblem:
     return FusedProblem(devices=lcm(*stages), ascending=one, descending=other)
 
 
-def drawn_schedule(asked: FusedProblem, seed: int) -> Schedule:
+def drawn_schedule(asked: FusedProblem, seed: int) -> FusedSchedule:
     """Random targets, or random turns of whole micro-batches, or a searched schedule."""
     work, draw = FusedWork(asked), Random(seed)
     if seed % 3 == 0:
@@ -107,7 +107,7 @@ def ran(
     return found
 
 
-def most_kept(plan: Schedule, device: int, pipeline: int) -> int:
+def most_kept(plan: FusedSchedule, device: int, pipeline: int) -> int:
     """Most micro-batches of a model between their passes on a device."""
     kept = most = 0
     for task in plan.devices[device]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rillflow.placement.fused.listing import list_schedule
-from rillflow.placement.fused.problem import FusedProblem, Schedule, even
+from rillflow.placement.fused.problem import FusedProblem, FusedSchedule, even
 from rillflow.placement.fused.work import FusedWork
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch
@@ -47,7 +47,7 @@ class Pair:
     """Of the order of passes."""
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> FusedSchedule:
         """Random orders that no device waits in for ever."""
         one = even(
             "actor",

@@ -80,7 +80,7 @@ def test_the_others_fail_at_once_and_add_again_once_they_are_mended(
 
 def test_nothing_is_connected_again_if_no_call_has_failed(group: Group) -> None:
     if isinstance(group._backend, ProcessBackend):
-        from rillflow.workers.process_rank import has_left
+        from rillflow.workers.joined_rank import has_left
 
         rank = group._backend._ranks[group.places[0]]
         group._backend.mend(["main"], LONG_S)

@@ -16,7 +16,7 @@ from rillflow.app.recipe import load_recipe
 from rillflow.runs import layout
 from rillflow.runs.reader import read_rollouts
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "ranks"))
 from placements import LIMIT, ROLES, Ran, cluster, partitions, ran, settings, together
 
 PARTITIONS = list(partitions(ROLES))
@@ -76,7 +76,7 @@ def grpo(folder: Path, placement: dict[str, Any]) -> tuple[list[Any], list[dict[
         settings += [f"placement.{name}.{key}={json.dumps(entry)}" for key, entry in entries]
         settings += [] if isinstance(value, dict) else [f"placement.{name}={json.dumps(value)}"]
     loaded = load_recipe(folder / "run.toml", settings)
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     rollouts = [
         (row.row.prompt, row.row.sample, row.tokens, row.logprobs)
         for step in layout.rollout_files(folder / "run")

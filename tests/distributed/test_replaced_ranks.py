@@ -346,7 +346,7 @@ def rank_on(machine: Machine) -> psutil.Process:
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):
             is_there = Path(f"/proc/{process.pid}/ns/net").readlink() == own
-            if is_there and "".join(process.cmdline()).startswith("ray::RankProcess"):
+            if is_there and "".join(process.cmdline()).startswith("ray::RankActor"):
                 found.append(process)
     (rank,) = found
     return rank

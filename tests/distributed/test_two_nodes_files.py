@@ -158,7 +158,7 @@ def _models(folder: Path, tree: Path) -> None:
         settings += ["algorithm.steps=1", "reward.function=tree/cost.py:cost", *more]
         settings += ["policy.model.adapter={ rank = 2 }", "policy.model.new=none"] if more else []
         loaded = load_recipe(folder / "model.toml", settings)
-        launch(loaded.recipe, loaded.base, quiet=True)
+        launch(loaded, quiet=True)
         (folder / name / "checkpoints/step-000001/policy").rename(tree / name)
     (tree / "model").symlink_to("first")
     config = tree / "adapter" / "adapter_config.json"
@@ -176,7 +176,7 @@ def run(nodes: list[Machine], name: str, *settings: str, code: int = 0, **how: A
         f"placement.address={nodes[0].address}:{PORT}",
         "warm_start=none",
     ]
-    given += ["evaluate=none", "algorithm.steps=1", *settings]
+    given += ["evaluate=none", "algorithm.steps=1", 'reward.files=["tables/table.json"]', *settings]
     if any(each.startswith("policy.model.path") for each in settings):
         given.append("policy.model.new=none")
     words = [word for setting in given for word in ("--set", setting)]
@@ -201,8 +201,8 @@ import sys
 from pathlib import Path
 
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.node_checks import subject_of
-from rillflow.app.node_files import require_alike
+from rillflow_parts.nodes.checks import subject_of
+from rillflow_parts.nodes.files import require_alike
 from rillflow.app.recipe import load_recipe
 from rillflow.errors import RillflowError
 from rillflow.workers.backend import Place, Pool
@@ -221,7 +221,7 @@ subprocess.run(["cp", "-r", "/mnt/tree", "/tmp/w"], check=True)
 for name, (command, _, settings) in json.loads(Path("/mnt/cases.json").read_text()).items():
     settings += ["policy.model.new=none"] if any("model.path" in each for each in settings) else []
     loaded = load_recipe(Path("/tmp/w/run.toml"), settings)
-    facts = RecipeFacts(recipe=loaded.recipe, base=loaded.base)
+    facts = RecipeFacts(resolved=loaded)
     (done,) = backend.submit(Place("main", 1), change, command)
     assert backend.read_all([done], 60.0) == [""], name
     try:

@@ -30,7 +30,7 @@ def test_a_step_on_two_nodes_has_the_bits_of_one(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     one = [*SETTINGS, "placement.backend=inline", f"run.dir={tmp_path}/one"]
     loaded = load_recipe(tmp_path / "run.toml", one)
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     with machines(tmp_path) as (first, other):
         ray_up(first, env=LEAN)
         ray_up(other, first, env=LEAN)

@@ -50,7 +50,7 @@ def ran(folder: Path, *settings: str, name: str = "grpo") -> Ran:
     run = folder / "run"
     words = [f"run.dir={json.dumps(str(run))}", "policy.lr=1e-2", "warm_start.lr=3e-2", ADAPTER, *settings]
     loaded = load_recipe(folder / "run.toml", words)
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     newest = max((run / layout.CHECKPOINTS).iterdir())
     rows = [rollout_columns(run, step) for step in layout.rollout_files(run)]
     return rows, {file.parent.name: file.read_bytes() for file in sorted(newest.glob("*/*.safetensors"))}

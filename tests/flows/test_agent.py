@@ -83,7 +83,7 @@ def test_a_calculator_s_answer_is_in_the_row_and_learns_nothing(tmp_path: Path) 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"algorithm.oversample_prompts": 2},
+        {"schedule": '{mode="tail_batching",oversample_prompts=2}'},
         {
             "placement.pools": "{ main = 1, answers = 2 }",
             "placement.roles": '{ sampler = "answers" }',
@@ -95,7 +95,7 @@ def test_agents_write_the_same_rows_on_every_placement_and_resumed(
     settings: dict[str, object], tmp_path: Path
 ) -> None:
     """The rows do not depend on the sampling rank or on a stop of the run."""
-    cut = {name: value for name, value in settings.items() if name.startswith("algorithm")}
+    cut = {name: value for name, value in settings.items() if name.startswith(("algorithm", "schedule"))}
     exact = {"rollout.deterministic": "true", "evaluate.problems": 4}
     whole = run(EXAMPLES / "agent.toml", tmp_path / "whole", **exact, **cut)
     again = tmp_path / "again"

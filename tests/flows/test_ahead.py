@@ -60,10 +60,14 @@ def ran(
     (folder / "run.toml").write_text(RECIPE.replace("NAME", name))
     (folder / "reward.py").write_text(reward)
     run = folder / "run"
-    told = [f"run.dir={json.dumps(str(run))}", f"algorithm.steps={STEPS}", f"algorithm.freshness={freshness}"]
+    told = [
+        f"run.dir={json.dumps(str(run))}",
+        f"algorithm.steps={STEPS}",
+        f'schedule={{mode="ahead",freshness={freshness}}}',
+    ]
     told += ["evaluate.every=2", "policy.model.new.layers=1"]
     loaded = load_recipe(folder / "run.toml", [*told, *settings])
-    launch(loaded.recipe, loaded.base, quiet=is_quiet, **how)
+    launch(loaded, quiet=is_quiet, **how)
     newest = max((run / layout.CHECKPOINTS).iterdir())
     return {
         "rows": [rollout_columns(run, step) for step in layout.rollout_files(run)],
@@ -121,7 +125,7 @@ def small(prompts, completions, **columns):
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_takes_how_long_changes_no_bit(tmp_path: Path, parts: int) -> None:
     plain = 'algorithm.loss.correction="none"'  # without this, a foreign engine gets a correction
-    settings = (*INLINE, SCORED_THERE, f"rollout.stream_chunks={parts}", "algorithm.loss.kl=0", plain)
+    settings = (*INLINE, SCORED_THERE, f"schedule.stream_chunks={parts}", "algorithm.loss.kl=0", plain)
     prompt = ran(tmp_path / "a", 2, *settings)
     late = ran(tmp_path / "b", 2, *settings, f'rollout.engine="{__name__}:Late"', reward=LATE)
     for step in (
@@ -162,7 +166,7 @@ def test_rows_that_come_part_by_part_are_the_same_rows(tmp_path: Path, name: str
     alone = SCORED_ALONE.replace(', reference = "scores"', "")
     settings = (*INLINE, pools, alone, "algorithm.loss.kl=0", "evaluate=none", "reward.sandbox=false")
     whole = ran(tmp_path / "a", 1, *settings, name=name, reward=COUNTED)
-    parted = ran(tmp_path / "b", 1, *settings, "rollout.stream_chunks=3", name=name, reward=COUNTED)
+    parted = ran(tmp_path / "b", 1, *settings, "schedule.stream_chunks=3", name=name, reward=COUNTED)
     assert parted == whole
     asked = [list(map(int, (tmp_path / run / "asked").read_text().split())) for run in "ab"]
     assert sum(asked[1]) == sum(asked[0]) and len(asked[1]) > len(asked[0])
@@ -182,7 +186,7 @@ def test_minibatches_are_trained_as_their_rows_come(tmp_path: Path, samplers: tu
     order = ("algorithm.shuffle=false", "algorithm.minibatches=5", "algorithm.old_logprobs=sampler")
     settings = (*INLINE, APART, *order, "algorithm.loss.kl=0", *samplers)
     whole = ran(tmp_path / "a", 1, *settings)
-    assert ran(tmp_path / "b", 1, *settings, "rollout.stream_chunks=5") == whole
+    assert ran(tmp_path / "b", 1, *settings, "schedule.stream_chunks=5") == whole
     if not samplers:
         mixed = ran(tmp_path / "c", 1, *settings, "algorithm.shuffle=true")
         assert mixed["weights"] != whole["weights"]
@@ -192,7 +196,7 @@ def test_what_models_say_of_parts_is_what_they_say_of_all_but_for_rounding(tmp_p
     """PPO: reference, old policy and critic score part by part, and the critic trains on parts."""
     settings = (*INLINE, APART, "algorithm.shuffle=false", "algorithm.minibatches=5")
     whole, parted = (
-        ran(tmp_path / name, 1, *settings, f"rollout.stream_chunks={parts}", name="ppo")["metrics"]
+        ran(tmp_path / name, 1, *settings, f"schedule.stream_chunks={parts}", name="ppo")["metrics"]
         for name, parts in (("a", 1), ("b", 5))
     )
     for one, other in zip(whole, parted, strict=True):
@@ -201,9 +205,9 @@ def test_what_models_say_of_parts_is_what_they_say_of_all_but_for_rounding(tmp_p
 
 def test_parts_that_would_cut_minibatches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"rollout\.stream_chunks is 2, and algorithm\.prompts_per_step is 5"
+        ConfigError, match=r"schedule\.stream_chunks is 2, and algorithm\.prompts_per_step is 5"
     ):
-        ran(tmp_path, 1, *INLINE, APART, "algorithm.shuffle=false", "rollout.stream_chunks=2")
+        ran(tmp_path, 1, *INLINE, APART, "algorithm.shuffle=false", "schedule.stream_chunks=2")
 
 
 @pytest.mark.parametrize(("freshness", "cuts"), [pytest.param(1, [2], marks=pytest.mark.slow), (4, [1, 4])])
@@ -232,7 +236,11 @@ def test_a_run_that_was_cut_goes_on_with_the_same_bits(
 
 def goes_on(folder: Path, freshness: int) -> None:
     """Extend a finished run of a folder with the command."""
-    settings = [f"algorithm.steps={STEPS}", f"algorithm.freshness={freshness}", "evaluate.every=2"]
+    settings = [
+        f"algorithm.steps={STEPS}",
+        f'schedule={{mode="ahead",freshness={freshness}}}',
+        "evaluate.every=2",
+    ]
     settings += ["policy.model.new.layers=1", *INLINE, APART]
     words = [word for each in settings for word in ("--set", each)]
     assert main(["run", str(folder / "run.toml"), "--dir", str(folder / "run"), *words]) == 0
@@ -314,14 +322,14 @@ def test_a_stale_run_of_the_trainers_ratio_has_weights_by_default(tmp_path: Path
     [
         (
             [],
-            "note: algorithm.freshness is 2: tokens may be 2 versions old. algorithm.old_logprobs is "
+            "note: schedule.freshness is 2: tokens may be 2 versions old. algorithm.old_logprobs is "
             '"sampler"',
         ),
         (
             ["algorithm.old_logprobs=trainer"],
-            'note: algorithm.freshness is 2: tokens may be 2 versions old. algorithm.loss.correction = "tis"',
+            'note: schedule.freshness is 2: tokens may be 2 versions old. algorithm.loss.correction = "tis"',
         ),
-        (["algorithm.loss.correction=none"], "note: warning: algorithm.freshness is 2: tokens may be 2"),
+        (["algorithm.loss.correction=none"], "note: warning: schedule.freshness is 2: tokens may be 2"),
     ],
 )
 def test_check_and_the_start_of_a_run_say_what_corrects_stale_tokens(
@@ -329,7 +337,7 @@ def test_check_and_the_start_of_a_run_say_what_corrects_stale_tokens(
 ) -> None:
     (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "grpo"))
     (tmp_path / "reward.py").write_text(REWARD)
-    words = ["algorithm.freshness=2", "evaluate=none", *INLINE, APART, *settings]
+    words = ['schedule={mode="ahead",freshness=2}', "evaluate=none", *INLINE, APART, *settings]
     given = [part for word in words for part in ("--set", word)]
     where = [str(tmp_path / "run.toml"), "--dir", str(tmp_path / "run"), *given]
     assert main(["check", *where]) == 0
@@ -376,7 +384,7 @@ def raise_at_6(phase: str, step: int, metrics: object) -> None:
 
 
 def test_ranks_that_take_turns_cannot_run_ahead(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.freshness is 1, and the sampler shares its ranks"):
+    with pytest.raises(ConfigError, match=r"schedule\.freshness is 1, and the sampler shares its ranks"):
         ran(tmp_path, 1, "placement.pools={ main = 2 }")
 
 

@@ -63,7 +63,7 @@ def placed(path: Path, where: str) -> list[str]:
         pytest.skip("Ray is not installed")
     if where == "together":
         return ["placement.backend=ray", "placement.pools.main=2"]
-    roles = load_recipe(path).recipe.roles
+    roles = load_recipe(path).called
     pools = [f"placement.pools.of_{role}=1" for role in roles]
     return ["placement.backend=ray", *pools, *(f"placement.roles.{role}=of_{role}" for role in roles)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rillflow.app.replay import replay
+import rillflow
 from rillflow.cli.main import main
 from rillflow.runs.pins import pins_of
 from rillflow.runs.reader import read_metrics
@@ -60,7 +60,7 @@ def test_a_base_that_trains_on_keeps_what_an_adapter_stands_on(
     assert tiny.run("child", *ADAPTER, "algorithm.steps=2") == 0
     assert "changed: from step 2 on, bases" not in capsys.readouterr().out
     child = tiny.folder / "child"
-    assert replay(child).difference is None
+    assert rillflow.open_run(child).replay().difference is None
     capsys.readouterr()
     assert main(["ask", str(child), "1+1="]) == 0
     assert main(["merge-adapter", str(child), "--out", str(tiny.folder / "merged")]) == 0
@@ -78,7 +78,7 @@ def test_a_warm_start_resumes_to_the_bits_of_a_base_that_did_not_train_on(tiny: 
     train_on(tiny, 2, 3)
     assert tiny.run("child", *ON_BASE, "algorithm.steps=3") == 0
     tiny.assert_same("child", "whole")
-    assert replay(tiny.folder / "child").difference is None
+    assert rillflow.open_run(tiny.folder / "child").replay().difference is None
 
 
 PPO = 'algorithm={ name = "ppo", prompts_per_step = 4, samples_per_prompt = 2, steps = STEPS }'
@@ -98,7 +98,7 @@ def test_a_model_that_scores_stays_the_one_that_the_run_began_with(tmp_path: Pat
         ran(tmp_path / "scorer.toml", "scorer", NEWEST, f"algorithm.steps={count}")
     ran(tmp_path / "use.toml", "child", *words, steps.replace("STEPS", "2"))
     assert numbers(child) == numbers(whole)
-    assert replay(child).difference is None
+    assert rillflow.open_run(child).replay().difference is None
     assert main(["verify", str(child)]) == 0
     assert (tmp_path / "scorer/checkpoints/step-000001").is_dir()
 
@@ -118,7 +118,7 @@ def test_a_base_under_another_name_is_followed(tiny: Tiny, capsys: pytest.Captur
         assert main(["ask", str(tiny.folder / name), "1+1="]) == 0
         assert main(["verify", str(tiny.folder / name)]) == 0
         assert tiny.run(name, *more, "algorithm.steps=3") == 0
-        assert replay(tiny.folder / name).difference is None
+        assert rillflow.open_run(tiny.folder / name).replay().difference is None
     assert [pin.child for pin in pins_of(tiny.folder / "base")] == []
     # both folders move together
     moved = tiny.folder / "elsewhere"
@@ -157,7 +157,7 @@ def test_a_base_that_moved_is_named_with_the_way_out(
     assert main(["ask", str(child), "1+1="]) == 0
     assert tiny.run("child", *ADAPTER, "algorithm.steps=2") == 0
     assert main(["verify", str(child)]) == 0
-    assert replay(child).difference is None
+    assert rillflow.open_run(child).replay().difference is None
     assert [pin.child for pin in pins_of(away)] == [child]
 
 
@@ -272,7 +272,7 @@ def test_adapters_on_adapters_and_several_children(tiny: Tiny) -> None:
     for name in ("lora", "again", "later", "second"):
         assert main(["verify", str(tiny.folder / name)]) == 0
         assert main(["ask", str(tiny.folder / name), "1+1="]) == 0
-        assert replay(tiny.folder / name).difference is None
+        assert rillflow.open_run(tiny.folder / name).replay().difference is None
     base = json.loads((tiny.folder / "later/checkpoints/step-000002/policy/adapter_config.json").read_text())
     assert base["base_model_name_or_path"] == str(tiny.folder / "base/checkpoints/step-000001/policy")
 

@@ -48,7 +48,7 @@ def test_both_doors_lead_to_the_same_numbers(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "run.toml").write_text(RECIPE)
     (tmp_path / "reward.py").write_text(REWARD)
     loaded = load_recipe(tmp_path / "run.toml", [f"run.dir={json.dumps(str(tmp_path / 'run'))}"])
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assembled = [json.loads(line)["metrics"] for line in lines]
     assert [step["loss"] for step in by_hand] == [

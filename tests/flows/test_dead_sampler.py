@@ -79,7 +79,7 @@ def test_the_last_whole_step_is_saved_and_the_run_goes_on(
 ) -> None:
     tiny.write(REST)
     monkeypatch.setenv("CALLS", str(tiny.folder / "calls"))
-    ahead, inline = f"algorithm.freshness={freshness}", "placement.backend=inline"
+    ahead, inline = f'schedule={{mode="ahead",freshness={freshness}}}', "placement.backend=inline"
     once = command(tiny, "cut", ahead, "run.restarts=0")
     code = main(once, algorithms=[ALGORITHM])
     said = "".join(capsys.readouterr())

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from rillflow.app.check import check
-from rillflow.app.graphs import graphs
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import Interrupted
 from tests.flows.whole_runs import lines, loaded, numbers, ran
@@ -82,7 +81,7 @@ def test_a_run_computes_every_row_s_reference_once_and_resumes_bit_for_bit(
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
 def test_a_kind_without_a_reference_makes_none(recipe: Path, kind: str) -> None:
     chosen = (f"algorithm.loss.kind={kind}", "algorithm.steps=2", "evaluate.every=0")
-    (graph,) = graphs(loaded(recipe, "run", *chosen).recipe)
+    (graph,) = loaded(recipe, "run", *chosen).graphs
     assert [f"{stage.role}.{stage.endpoint}" for stage in graph.stages] == ["policy.update", "policy.publish"]
     run = ran(recipe, "run", *chosen)
     assert not (run / "reference").exists() and not (run / "reference_totals.jsonl").exists()

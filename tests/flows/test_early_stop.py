@@ -13,7 +13,7 @@ from rillflow.runs.run_directory import RunDirectory
 from tests.flows.conftest import SUMS, Tiny
 
 FLAT = "def reward(prompts, completions, **_):\n    return [0.5] * len(completions)\n"
-AHEAD = ("algorithm.freshness=1", "algorithm.async_mode=in_order")
+AHEAD = ('schedule={mode="ahead",freshness=1}',)
 
 
 @pytest.mark.parametrize("settings", [(), pytest.param(AHEAD, marks=pytest.mark.slow)], ids=["now", "ahead"])

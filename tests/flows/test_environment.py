@@ -59,7 +59,7 @@ def test_rewards_of_an_environment_train_and_its_words_do_not(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "settings",
     [
-        {"algorithm.oversample_prompts": 1, "algorithm.prompts_per_step": 4},
+        {"schedule": '{mode="tail_batching",oversample_prompts=1.5}', "algorithm.prompts_per_step": 4},
         {"placement.pools": "{ main = 1, answers = 2 }", "placement.roles": '{ sampler = "answers" }'},
     ],
     ids=["a tail that is cut", "two ranks apart"],
@@ -67,7 +67,7 @@ def test_rewards_of_an_environment_train_and_its_words_do_not(tmp_path: Path) ->
 def test_environments_write_the_same_rows_on_every_placement_and_resumed(
     settings: dict[str, object], tmp_path: Path
 ) -> None:
-    cut = {name: value for name, value in settings.items() if name.startswith("algorithm")}
+    cut = {name: value for name, value in settings.items() if name.startswith(("algorithm", "schedule"))}
     whole = run(tmp_path / "whole", **{"rollout.deterministic": "true", **cut})
     for steps in (1, 2):
         again = {"rollout.deterministic": "true", **settings, "algorithm.steps": steps}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import rillflow
 from rillflow.app.launch import launch
 from rillflow.app.recipe import load_recipe
 from rillflow.cli.main import main
@@ -20,7 +21,6 @@ from rillflow.errors import TrainingError
 from rillflow.runs import layout
 from rillflow.runs.passes import ALONE, read_passes, windows
 from rillflow.runs.reader import read_spans
-from rillflow.runs.report.write import write_report
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD
@@ -67,7 +67,7 @@ def start(folder: Path, *settings: str, reward: str = REWARD, name: str = "ppo")
     (folder / "reward.py").write_text(reward)
     told = [f"run.dir={json.dumps(str(folder / 'run'))}", PROCESSES, *SMALL, *settings]
     loaded = load_recipe(folder / "run.toml", told)
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     return Ran(folder)
 
 
@@ -136,7 +136,7 @@ def require_timeline(ran: Ran, line: str, capsys: pytest.CaptureFixture[str]) ->
     assert main(["timeline", str(ran.run)]) == 0
     told = capsys.readouterr().out
     assert "C c critic forward, backward; P p policy forward, backward" in told and line in told
-    page = write_report(ran.run).read_text()
+    page = rillflow.open_run(ran.run).report().read_text()
     assert "Pipeline passes of step 2" in page and "policy backward, step 2" in page
 
 

@@ -40,6 +40,7 @@ LONG = (
     f'rollout.engine="{__name__}:Slow"',
 )
 TWO = ("placement.pools={main=2}", "placement.train_parallel={main={dp=2}}")
+GATHER, FOUR = (f'schedule={{mode="gathering",gather_rows={rows}}}' for rows in (6, 4))
 APART = ("placement.pools={main=1, answers=1}", 'placement.roles={sampler="answers"}')
 MARK = "GATHERING_KILLED"
 """The variable of the environment that names the file which tells that a process was killed."""
@@ -107,7 +108,7 @@ def test_a_run_has_the_bits_of_one_that_does_not_gather(tiny: Tiny, by: str, bac
         pytest.skip("Ray is not installed")
     how = (*LONG, *TWO, backend, "policy.tokens_per_micro_batch=1")
     assert tiny.run("plain", *how) == 0
-    assert tiny.run("gathered", *how, "rollout.gather_rows=6", f'rollout.gather_by="{by}"') == 0
+    assert tiny.run("gathered", *how, GATHER, f'schedule.gather_by="{by}"') == 0
     assert rows(tiny, "plain") == rows(tiny, "gathered")
     told = tiny.numbers("gathered")
     assert sum(each.get("gather/rows/sum", {"sum": 0})["sum"] for each in told) > 0
@@ -127,7 +128,7 @@ def test_the_ranks_of_one_copy_of_a_sharded_model_score_alone(tiny: Tiny, axis: 
     mesh = f"placement.train_parallel={{main={{dp=2, {axis}=2}}}}"
     how = (*LONG, "placement.pools={main=4}", mesh, RAY, "policy.tokens_per_micro_batch=1")
     assert tiny.run("plain", *how) == 0
-    assert tiny.run("gathered", *how, "rollout.gather_rows=6", "rollout.gather_replicas=2") == 0
+    assert tiny.run("gathered", *how, GATHER, "schedule.gather_replicas=2") == 0
     assert rows(tiny, "plain") == rows(tiny, "gathered")
     assert any(scores_beside_rows(tiny, step) for step in range(1, 4))
 
@@ -141,7 +142,7 @@ def test_a_sampler_on_ranks_of_its_own_shares_them_with_a_reference(tiny: Tiny) 
         "policy.tokens_per_micro_batch=1",
     )
     assert tiny.run("plain", *LONG, *apart) == 0
-    assert tiny.run("gathered", *LONG, *apart, "rollout.gather_rows=6") == 0
+    assert tiny.run("gathered", *LONG, *apart, GATHER) == 0
     assert rows(tiny, "plain") == rows(tiny, "gathered")
     tiny.assert_same_weights("plain", "gathered")
     found = [each for each in tiny.lines("gathered", "spans.jsonl") if each["stage"] == "reference.logprobs"]
@@ -151,7 +152,7 @@ def test_a_sampler_on_ranks_of_its_own_shares_them_with_a_reference(tiny: Tiny) 
 
 def test_larger_micro_batches_change_scores_by_rounding_only(tiny: Tiny) -> None:
     assert tiny.run("plain", *LONG, *TWO, INLINE, "algorithm.steps=1") == 0
-    assert tiny.run("gathered", *LONG, *TWO, INLINE, "algorithm.steps=1", "rollout.gather_rows=6") == 0
+    assert tiny.run("gathered", *LONG, *TWO, INLINE, "algorithm.steps=1", GATHER) == 0
     for one, other in zip(tiny.numbers("plain"), tiny.numbers("gathered"), strict=True):
         for name, known in one.items():
             assert other[name] == pytest.approx(known, rel=1e-4, abs=1e-5), name
@@ -167,7 +168,7 @@ def test_a_replica_that_is_killed_while_its_rows_move_begins_them_again(
     how = (*LONG, *TWO, RAY, "policy.tokens_per_micro_batch=1", "run.checkpoint_every=1")
     assert tiny.run("plain", *how) == 0
     killing = f'rollout.engine="{__name__}:Killed"'
-    assert tiny.run("gathered", *how, "rollout.gather_rows=6", killing, "run.restarts=1") == 0
+    assert tiny.run("gathered", *how, GATHER, killing, "run.restarts=1") == 0
     assert (tiny.folder / "killed").exists()
     assert "has died" in "".join(capsys.readouterr())
     assert rows(tiny, "plain") == rows(tiny, "gathered")
@@ -175,21 +176,14 @@ def test_a_replica_that_is_killed_while_its_rows_move_begins_them_again(
 
 
 REFUSED = [
-    (("rollout.gather_rows=9",), "a step has 8 rows"),
-    (("rollout.gather_rows=4", "rollout.gather_replicas=2"), "the sampler has 2 replicas, of which 2"),
-    (("rollout.gather_rows=4", "rollout.max_rows=2"), "the sampler has 2 replicas, of which 2"),
-    (("rollout.gather_rows=4", "placement.pools={main=1}", "placement.train_parallel={}"), "1 replica,"),
-    (("rollout.gather_rows=4", "algorithm.freshness=1", *APART), "algorithm.freshness is 1"),
-    (
-        ("rollout.gather_rows=4", 'algorithm.async_mode="ready_first"', "rollout.stream_chunks=2", *APART),
-        'algorithm.async_mode is "ready_first"',
-    ),
-    (("rollout.gather_rows=4", "rollout.stream_chunks=2"), "rollout.stream_chunks is 2"),
-    (("rollout.gather_rows=4", "algorithm.oversample_prompts=1.5"), "oversample_prompts or"),
-    (("rollout.gather_rows=4", 'rollout.agent.function="agent.py:run"'), "rollout.agent writes the rows"),
-    (("rollout.gather_rows=4", 'rollout.engine="service"'), 'rollout.engine is "service"'),
-    (("rollout.gather_replicas=1",), "rollout.gather_replicas is 1, and rollout.gather_rows is 0"),
-    (('rollout.gather_by="tokens"',), 'rollout.gather_by is "tokens", and rollout.gather_rows is 0'),
+    (('schedule={mode="gathering",gather_rows=9}',), "a step has 8 rows"),
+    ((FOUR, "schedule.gather_replicas=2"), "the sampler has 2 replicas, of which 2"),
+    ((FOUR, "rollout.max_rows=2"), "the sampler has 2 replicas, of which 2"),
+    ((FOUR, "placement.pools={main=1}", "placement.train_parallel={}"), "1 replica,"),
+    ((FOUR, "schedule.freshness=1", *APART), "has no key 'freshness'"),
+    ((FOUR, 'rollout.agent.function="agent.py:run"'), "rollout.agent writes the rows"),
+    (('schedule={mode="gathering"}',), "schedule.gather_rows is missing"),
+    (('schedule={mode="gathering",gather_rows=0}',), "schedule.gather_rows is 0"),
 ]
 
 
@@ -204,14 +198,14 @@ def test_an_engine_that_cannot_move_caches_gathers_by_tokens(
     tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = f'rollout.engine="{__name__}:OnlyTokens"'
-    gather = ("algorithm.steps=1", "rollout.gather_rows=6")
+    gather = ("algorithm.steps=1", GATHER)
     assert tiny.run("refused", *LONG, *TWO, INLINE, own, *gather) == 2
     assert "cannot move a row's KV cache" in "".join(capsys.readouterr())
-    assert tiny.run("tokens", *LONG, *TWO, INLINE, own, *gather, 'rollout.gather_by="tokens"') == 0
+    assert tiny.run("tokens", *LONG, *TWO, INLINE, own, *gather, 'schedule.gather_by="tokens"') == 0
 
 
 def test_a_run_is_told_that_no_stage_scores_meanwhile(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     """Rewards are on ranks of their own, and the critic has none: nothing is won."""
     apart = ("placement.pools={main=1, answers=2}", 'placement.roles={sampler="answers"}')
-    assert tiny.run("warned", *LONG, *apart, INLINE, "algorithm.steps=1", "rollout.gather_rows=6") == 0
+    assert tiny.run("warned", *LONG, *apart, INLINE, "algorithm.steps=1", GATHER) == 0
     assert "no stage can score on the sampler's ranks" in "".join(capsys.readouterr())

@@ -40,7 +40,7 @@ minibatches = 2
 def ran(folder: Path, run: str, *settings: str) -> Path:
     (folder / "run.toml").write_text(RECIPE)
     loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(folder / run))}", *settings])
-    return Path(launch(loaded.recipe, loaded.base, quiet=True).run)
+    return Path(launch(loaded, quiet=True).run)
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:

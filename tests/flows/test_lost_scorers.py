@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+import rillflow
 from rillflow.app.facts import Given
 from rillflow.app.launch import launch
 from rillflow.app.recipe import load_recipe
-from rillflow.app.replay import replay
 from rillflow.errors import ClusterError
 from rillflow.runs import layout
 from rillflow.runs.reader import read_rollouts
@@ -76,7 +76,7 @@ def assert_whole(run: Path, said: str, deaths: int) -> None:
     assert set(once(run).values()) == {3} and len(once(run)) == STEPS * 5
     lines = [json.loads(line) for line in (run / layout.DECISIONS).read_text().splitlines()]
     assert sum(event[0] == "lost" for line in lines for event in line["events"]) >= deaths
-    assert replay(run, settings=[INLINE]).difference is None
+    assert rillflow.open_run(run).replay(settings=[INLINE]).difference is None
 
 
 @pytest.mark.parametrize("freshness", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -117,7 +117,7 @@ def test_a_run_goes_on_without_a_rank_that_cannot_be_replaced(
     assert f"rank 0 of pool '{pool}' could not be replaced" in said and "all ranks start again" not in said
     assert "the run goes on with 1 of 2 such replicas" in said
     assert set(once(tmp_path / "run").values()) == {3} and len(once(tmp_path / "run")) == STEPS * 5
-    assert replay(tmp_path / "run").difference is None
+    assert rillflow.open_run(tmp_path / "run").replay().difference is None
 
 
 class Again(Killing):
@@ -174,7 +174,7 @@ def test_a_process_that_scores_and_is_killed_is_replaced_while_training_goes_on(
 
 JUDGES = (
     "algorithm.steps=8",
-    "algorithm.freshness=2",
+    'schedule={mode="ahead",freshness=2}',
     READY,
     "placement.pools={ main = 1, answers = 1, scorers = 2 }",
     'placement.roles={ sampler = "answers", reward = "scorers" }',
@@ -187,7 +187,7 @@ def judged(folder: Path, backend: Callable[[float], Backend], *settings: str) ->
     (folder / "use.toml").write_text(POLICY.replace("kv_heads = 1", "kv_heads = 2"))
     whole_runs.ran(folder / "run.toml", "judge", "evaluate=none")
     told = [f"run.dir={json.dumps(str(folder / 'use'))}", *JUDGES, *settings]
-    launch(load_recipe(folder / "use.toml", told).recipe, folder, given=Given(backend=backend))
+    launch(load_recipe(folder / "use.toml", told), given=Given(backend=backend))
     return folder / "use"
 
 
@@ -205,7 +205,7 @@ def test_a_replica_of_a_judge_that_dies_is_replaced_while_the_other_goes_on(
 ) -> None:
     run = judged(tmp_path, lambda _: Killing(most=1, every=3, call="reward.score"), INLINE)
     assert_judged(run, " ".join(capsys.readouterr().out.split()))
-    assert replay(run).difference is None
+    assert rillflow.open_run(run).replay().difference is None
 
 
 @RAY

@@ -55,7 +55,7 @@ def ran(
     settings = [f"run.dir={json.dumps(str(folder / 'run'))}", f"placement.pools.main={ranks}"]
     settings += [f"placement.train_parallel.main.{axis}={size}" for axis, size in axes.items()]
     loaded = load_recipe(folder / "run.toml", [*settings, f"placement.rollout_parallel.tp={generate}", *more])
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     rollouts = [
         (row.row.prompt, row.row.sample, row.tokens)
         for step in rollout_files(folder / "run")

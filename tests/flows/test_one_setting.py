@@ -1,4 +1,4 @@
-"""``algorithm.freshness`` alone makes a run sample ahead: choices, messages and report."""
+"""``schedule.mode = "ahead"`` alone makes a run sample ahead: choices, messages and report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rillflow.cli.main import main
 from rillflow.runs import layout
 from tests.flows.conftest import SUMS, Tiny
 
-AHEAD, INLINE = "algorithm.freshness=2", "placement.backend=inline"
-READY = "algorithm.async_mode=ready_first"
+AHEAD, INLINE = 'schedule={mode="ahead",freshness=2}', "placement.backend=inline"
+READY = "schedule.mode=ready_first"
 FAST = "policy.lr=0.1"
 """A learning rate at which weights move far within two steps."""
 
@@ -43,7 +43,7 @@ def test_one_setting_chooses_pools_and_loss_and_says_so(
     small: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = (
-        "note: algorithm.freshness is 2, so the sampler has a pool of its own: "
+        "note: schedule.freshness is 2, so the sampler has a pool of its own: "
         "placement.pools = {main = 1, answers = 1}",
         'algorithm.old_logprobs is "sampler"',
     )
@@ -114,15 +114,16 @@ def test_a_rate_that_leaves_the_sampler_behind_is_warned_of_once(
     [
         (
             (READY, "placement.pools={ main = 2 }"),
-            'algorithm.async_mode is "ready_first", and the sampler shares',
+            'schedule.mode is "ready_first", and the sampler shares',
         ),
-        (("algorithm.on_stale=drop",), "no row becomes stale"),
+        ((READY, "schedule.on_stale=drop"), "no row becomes stale"),
+        ((READY, "schedule.keep_cache=true"), "every row ends with the weights that it began"),
+        ((AHEAD, "schedule.keep_cache=true"), "[schedule] has no key 'keep_cache'"),
+        ((READY, "schedule.syncs_per_step=2"), "published once, at the end of a step"),
         (
-            ("rollout.keep_cache=true", "algorithm.freshness=1"),
-            "every row ends with the weights that it began",
+            ('schedule={mode="ahead",freshness=1}', "placement.pools={ main = 2 }"),
+            "the sampler shares its ranks",
         ),
-        (("algorithm.syncs_per_step=2", "algorithm.freshness=1"), "published once, at the end of a step"),
-        (("algorithm.freshness=1", "placement.pools={ main = 2 }"), "the sampler shares its ranks"),
     ],
 )
 def test_settings_that_nothing_would_read_are_refused(
@@ -133,5 +134,5 @@ def test_settings_that_nothing_would_read_are_refused(
 
 
 def test_a_bound_above_the_steps_is_told(small: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checked(small, "algorithm.freshness=40", INLINE) == 0
-    assert "note: warning: algorithm.freshness is 40, and no token" in capsys.readouterr().out
+    assert checked(small, 'schedule={mode="ahead",freshness=40}', INLINE) == 0
+    assert "note: warning: schedule.freshness is 40, and no token" in capsys.readouterr().out

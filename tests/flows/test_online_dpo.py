@@ -141,7 +141,12 @@ def test_ahead_pairs_are_as_old_as_they_may_be_and_a_resumed_run_has_the_same_bi
     small: Tiny, data: str, ages: list[int]
 ) -> None:
     """Collected pairs are trained at any age; the bound applies to fresh pairs."""
-    ahead = (*PAIRS, f"algorithm.data={data}", "algorithm.freshness=1", "placement.backend=inline")
+    ahead = (
+        *PAIRS,
+        f"algorithm.data={data}",
+        'schedule={mode="ahead",freshness=1}',
+        "placement.backend=inline",
+    )
     ahead += ("placement.pools={main=1,answers=1}", 'placement.roles.sampler="answers"')
     assert small.run("whole", *ahead) == 0
     assert [line["staleness/versions/max"]["max"] for line in small.numbers("whole")] == ages
@@ -178,7 +183,7 @@ def test_what_cannot_be_is_refused(small: Tiny, capsys: pytest.CaptureFixture[st
         "algorithm.samples_per_prompt=1": "samples_per_prompt",
         "algorithm.selector=max_mim": "max_min",
         "algorithm.length_price=-1": "length_price",
-        "algorithm.on_stale=drop": "no row becomes stale",
+        "schedule={mode='ready_first',on_stale='drop'}": "no row becomes stale",
         "algorithm.reference=last": "reference",
         "algorithm.truncated=bootstrap": "has no critic",
     }

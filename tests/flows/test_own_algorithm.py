@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from torch import Tensor
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.recipe import Recipe, load_recipe
+from rillflow.app.recipe import load_recipe
+from rillflow.app.sections import Recipe
 from rillflow.cli.main import main
 from rillflow.controller.flow import Flow
 from rillflow.controller.loop import Loop, Phase
@@ -61,6 +63,21 @@ def test_the_reward_rises(example: ModuleType, tmp_path: Path) -> None:
     seen = run(example, tmp_path / "run", "algorithm.steps=16")
     assert len(seen) == 16
     assert mean(seen[-4:]) > mean(seen[:4]) + 0.05
+
+
+def test_a_command_that_lacks_the_algorithm_names_the_program_that_has_it(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["algorithm.steps=1", "algorithm.prompts_per_step=8", "warm_start.steps=1"]
+    run(example, tmp_path / "run", *small, "evaluate.problems=2", "policy.warmup_steps=0")
+    starts = tmp_path / "run" / "environment.json"
+    words = json.dumps(["python", "own_algorithm.py", "run", str(RECIPE)])
+    said = re.sub(r'"command": \[.*?\]', f'"command": {words}', starts.read_text(), flags=re.DOTALL)
+    starts.write_text(said)
+    assert main(["evaluate", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert f"python own_algorithm.py evaluate {tmp_path / 'run'}" in said and "'above_mean'" in said
+    assert main(["evaluate", str(tmp_path / "run")], algorithms=[example.ALGORITHM]) == 0
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import pytest
 
 from rillflow.app.check import check
 from rillflow.app.launch import launch
-from rillflow.app.recipe import LoadedRecipe, load_recipe
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
 
 RECIPE = """
 [run]
@@ -35,14 +36,14 @@ problems = 0
 """
 
 
-def loaded(folder: Path, *settings: str) -> LoadedRecipe:
+def loaded(folder: Path, *settings: str) -> Resolved:
     (folder / "run.toml").write_text(RECIPE)
     return load_recipe(folder / "run.toml", settings)
 
 
 def losses(folder: Path, name: str, *settings: str) -> list[float]:
     chosen = loaded(folder, f"run.dir={json.dumps(str(folder / name))}", *settings)
-    run = Path(launch(chosen.recipe, chosen.base, quiet=True).run)
+    run = Path(launch(chosen, quiet=True).run)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["metrics"]["supervised/loss/mean"]["mean"] for line in lines]
 

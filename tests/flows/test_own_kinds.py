@@ -12,10 +12,9 @@ import torch
 
 import rillflow
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.bundle import replay_bundle
 from rillflow.app.check import check
-from rillflow.app.graphs import graphs
 from rillflow.app.recipe import load_recipe
+from rillflow.cli.main import main
 from rillflow.errors import DataError
 from rillflow.formulas.preferences import AnswerTotals, PairLossConfig, pair_loss
 from tests.flows import own_kinds
@@ -60,7 +59,7 @@ def test_check_and_graph_speak_of_lists(tmp_path: Path) -> None:
     file = tmp_path / "lists.jsonl"
     settings = {"task.source": str(file), "task.held_out": 0}
     loaded = load_recipe(RECIPE, settings, OWN)
-    (graph,) = graphs(loaded.recipe)
+    (graph,) = loaded.graphs
     assert [stage.name for stage in graph.stages][:2] == ["reference.totals", "policy.update"]
     file.write_text('{"prompt": "1+1=", "ranked": ["2", "3", 4]}')
     said = check(loaded)
@@ -70,11 +69,14 @@ def test_check_and_graph_speak_of_lists(tmp_path: Path) -> None:
     assert "the algorithm needs ranked lists" in (caught.value.why or "")
 
 
-def test_a_skipped_update_is_replayed_by_the_file_that_has_its_loss(tmp_path: Path) -> None:
+def test_a_skipped_update_is_replayed_by_the_file_that_has_its_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train(tmp_path / "run", **{"algorithm.loss.beta": 1e308, "run.max_skipped": 9})
     (bundle,) = list((run.path / "bundles").iterdir())[:1]
-    (found,) = replay_bundle(bundle, OWN)
-    assert found.role == "policy" and found.recorded
+    main(["replay", str(bundle)], algorithms=OWN)
+    said = capsys.readouterr().out
+    assert said.startswith("policy\n") and "the run found  " in said
 
 
 def test_a_list_of_two_is_a_pair() -> None:

@@ -17,8 +17,7 @@ from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.ppo import PPOConfig
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.algorithms.steps import update_and_publish
-from rillflow.app.graphs import graphs
-from rillflow.app.recipe import Recipe, load_recipe
+from rillflow.app.recipe import load_recipe
 from rillflow.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -76,9 +75,9 @@ def test_its_endpoint_is_a_stage_and_its_measure_a_metric(backend: str, recipe: 
 
 
 def test_it_stands_in_the_graph(recipe: Path) -> None:
-    loaded = load_recipe(recipe, algorithms=[own_role.ALGORITHM]).recipe
-    assert loaded.roles == ("policy", "verifier")
-    (graph,) = graphs(loaded)
+    loaded = load_recipe(recipe, algorithms=[own_role.ALGORITHM])
+    assert loaded.called == ("policy", "verifier")
+    (graph,) = loaded.graphs
     assert [stage.name for stage in graph.stages][:2] == ["policy.generate", "verifier.verify"]
 
 
@@ -101,7 +100,7 @@ def test_what_is_no_role_is_refused_before_anything_starts(
 ) -> None:
     own = Algorithm(config=own_role.VerifiedConfig, step=own_role.step, brings=brings)
     with pytest.raises(ConfigError) as caught:
-        graphs(load_recipe(recipe, algorithms=[own]).recipe)
+        assert load_recipe(recipe, algorithms=[own]).graphs
     assert what in caught.value.what
 
 
@@ -156,10 +155,10 @@ VARIANTS = [[], ["algorithm.loss.kl=0"], ["algorithm.loss.kl=0.1"], ["algorithm.
 def test_the_roles_of_a_recipe_are_those_its_steps_call(path: Path) -> None:
     for overrides in VARIANTS:
         try:
-            found = load_recipe(path, overrides).recipe
+            found = load_recipe(path, overrides)
         except ConfigError:  # the setting does not exist there, or conflicts with others
             continue
-        assert isinstance(found, Recipe) and found.chosen in ALGORITHMS.values()
-        traced = graphs(found)[-1]
-        assert set(found.chosen.called(found.algorithm)) == set(traced.roles)
-        assert found.chosen.called(found.algorithm)[0] == next(iter(traced.roles))
+        assert found.main.algorithm in ALGORITHMS.values()
+        traced = found.graphs[-1]
+        assert set(found.main.roles) == set(traced.roles)
+        assert found.main.roles[0] == next(iter(traced.roles))

@@ -16,7 +16,14 @@ ROOT = Path(__file__).parents[2]
 def test_every_update_has_the_gradient_of_a_plain_loop(tmp_path: Path) -> None:
     """Covers estimators, divergence in loss and reward, truncated rows, aggregations, on- and off-policy."""
     table = tmp_path / "differential.md"
-    command = [sys.executable, "benchmarks/differential.py", "--only", "updates", "--write", str(table)]
+    command = [
+        sys.executable,
+        "benchmarks/training/differential.py",
+        "--only",
+        "updates",
+        "--write",
+        str(table),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("grpo", "dapo", "remax", "reinforce_pp", "ppo", "safe_rlhf truncated=bootstrap"):

@@ -211,12 +211,12 @@ def test_the_recipe_s_pairs_are_those_its_script_makes(tmp_path: Path) -> None:
 def test_the_two_recipes_learn(tmp_path: Path) -> None:
     """The bounds follow from seeds 0 to 4: accuracy 0.97 to 1.00; the score rises by 0.36 to 1.16."""
     scorer = load_recipe(RECIPES / "run.toml", [f"run.dir={json.dumps(str(tmp_path / 'scorer'))}"])
-    run = launch(scorer.recipe, scorer.base, quiet=True).run
+    run = launch(scorer, quiet=True).run
     accuracy = [step.metrics["preference/accuracy/mean"].value for step in read_metrics(Path(run))]
     assert mean(accuracy[-5:]) > 0.93
     settings = [f"run.dir={json.dumps(str(tmp_path / 'use'))}", f"reward.model={json.dumps(run)}"]
     use = load_recipe(RECIPES / "use.toml", [*settings, "algorithm.steps=25"])
-    steps = [step.metrics for step in read_metrics(Path(launch(use.recipe, use.base, quiet=True).run))]
+    steps = [step.metrics for step in read_metrics(Path(launch(use, quiet=True).run))]
     scores = [metrics["reward/score/mean"].value for metrics in steps if "reward/score/mean" in metrics]
     assert len(scores) == 25 and mean(scores[-5:]) > mean(scores[:5]) + 0.1
 

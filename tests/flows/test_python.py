@@ -110,11 +110,11 @@ def test_numbers_of_numpy_are_numbers_and_a_run_starts_from_another_one(tiny: Ti
     assert second.settings["policy"]["model"]["path"] == str(first.checkpoint())  # type: ignore[index,call-overload]
     assert [base.path for base in bases_of(second.path)["policy"]] == [str(first.checkpoint())]
     critic = {**one, "algorithm.name": "ppo", "critic.path": str(first.path)}
-    ppo = load_recipe(RECIPE, critic).recipe
-    assert standing_of(ppo, Path(), None).places["critic.path"] == str(first.checkpoint())
+    ppo = load_recipe(RECIPE, critic)
+    assert standing_of(ppo, None).places["critic.path"] == str(first.checkpoint())
     beside = Path(str(first.checkpoint())).with_name("critic")
     shutil.copytree(str(first.checkpoint()), beside)
-    assert standing_of(ppo, Path(), None).places["critic.path"] == str(beside)
+    assert standing_of(ppo, None).places["critic.path"] == str(beside)
     empty = tiny.folder / "empty"
     shutil.copytree(first.path, empty, ignore=shutil.ignore_patterns("step-*"))
     with pytest.raises(RunDirectoryError, match="empty has no checkpoint"):

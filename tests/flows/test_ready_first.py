@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import rillflow
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.app.recipe import load_recipe
-from rillflow.app.replay import replay
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import ConfigError, Interrupted
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD
 from test_ahead import APART, INLINE, RAY, STEPS, ran
 
-READY = 'algorithm.async_mode="ready_first"'
+READY = 'schedule.mode="ready_first"'
 TWO = ('placement.backend="inline"', "placement.pools={ main = 1, answers = 2 }", APART)
 LONG = ("rollout.max_tokens=12", "rollout.max_rows=24")
 
@@ -121,7 +121,7 @@ def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(tmp_path: Pa
     bound = 1 if late == "drop" else 2
     kept = ("run.checkpoint_every=1", "run.keep_checkpoints=20")
     engine = HALTING if late == "wait" else HALTING.replace("Halting", "Overtaken")
-    ran(tmp_path, bound, *TWO, READY, engine, *LONG, *kept, f'algorithm.on_stale="{late}"')
+    ran(tmp_path, bound, *TWO, READY, engine, *LONG, *kept, f'schedule.on_stale="{late}"')
     run, steps = tmp_path / "run", trained(tmp_path / "run")
     rows = [row for each in steps.values() for row in each]
     assert {len(each) for each in steps.values()} == {15} and set(once(run).values()) == {3}
@@ -176,7 +176,7 @@ def test_a_run_that_was_cut_trains_every_group_once(tmp_path: Path) -> None:
 
 def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path: Path) -> None:
     asked = Interruption()
-    settings = (*INLINE, APART, READY, HALTING, *LONG, "evaluate=none", "rollout.keep_cache=true")
+    settings = (*INLINE, APART, READY, HALTING, *LONG, "evaluate=none", "schedule.keep_cache=true")
 
     def stop(phase: str, step: int, metrics: object) -> None:
         asked.requested = asked.requested or (phase == "grpo" and step == 5)
@@ -202,7 +202,7 @@ def test_what_is_asked_beside_rows_in_flight_takes_its_turn(tmp_path: Path) -> N
 
 def test_weights_are_published_between_parts_of_a_step(tmp_path: Path) -> None:
     """Every fifth of a step's minibatches makes a version, and rows begin with those, too."""
-    fifths = ("algorithm.syncs_per_step=5", "algorithm.shuffle=false", "algorithm.minibatches=5")
+    fifths = ("schedule.syncs_per_step=5", "algorithm.shuffle=false", "algorithm.minibatches=5")
     settings = (*TWO, READY, HALTING, *LONG, *fifths, "evaluate=none", 'algorithm.old_logprobs="sampler"')
     ran(tmp_path, 8, *settings)
     steps = trained(tmp_path / "run")
@@ -217,17 +217,17 @@ def test_weights_are_published_between_parts_of_a_step(tmp_path: Path) -> None:
 
 
 def test_publishes_that_an_update_has_no_room_for_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.syncs_per_step is 2") as told:
-        ran(tmp_path, 1, *INLINE, APART, READY, "algorithm.syncs_per_step=2")
+    with pytest.raises(ConfigError, match=r"schedule\.syncs_per_step is 2") as told:
+        ran(tmp_path, 1, *INLINE, APART, READY, "schedule.syncs_per_step=2")
     assert "algorithm.shuffle = false" in str(told.value) and "not 5" in str(told.value)
 
 
 def test_parts_of_steps_that_are_made_of_what_is_ready_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"rollout\.stream_chunks is 5, algorithm\.freshness is 1, and",
+        match=r"schedule\.stream_chunks is 5, schedule\.freshness is 1, and",
     ):
-        ran(tmp_path, 1, *INLINE, APART, READY, "rollout.stream_chunks=5")
+        ran(tmp_path, 1, *INLINE, APART, READY, "schedule.stream_chunks=5")
 
 
 class TwiceConfig(GroupConfig):
@@ -247,7 +247,7 @@ def twice(flow: Flow, prompts: Batch, config: TwiceConfig) -> Any:
 def test_an_algorithm_that_samples_more_than_its_prompts_once_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "twice"))
     (tmp_path / "reward.py").write_text(REWARD)
-    ahead = ("algorithm.freshness=1", READY, *INLINE, APART)
+    ahead = ('schedule={mode="ahead",freshness=1}', READY, *INLINE, APART)
     own = Algorithm(config=TwiceConfig, step=twice)
     with pytest.raises(ConfigError, match="twice does not sample its step in one call"):
         load_recipe(tmp_path / "run.toml", ahead, [own])
@@ -257,7 +257,7 @@ def test_an_algorithm_that_samples_more_than_its_prompts_once_is_refused(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("pools", [INLINE[1], TWO[1]])
 def test_processes_of_their_own_sample_what_is_ready(tmp_path: Path, pools: str) -> None:
-    settings = ('placement.backend="ray"', pools, APART, READY, *LONG, "rollout.keep_cache=true")
+    settings = ('placement.backend="ray"', pools, APART, READY, *LONG, "schedule.keep_cache=true")
     found = ran(tmp_path, 2, *settings)
     assert set(once(tmp_path / "run").values()) == {3} and len(found["judged"]) == 4
 
@@ -268,7 +268,7 @@ MORE = [pytest.param(name, chunks, marks=pytest.mark.slow) for name, chunks in (
 @pytest.mark.parametrize(("name", "chunks"), [("grpo", 1), ("grpo", 5), ("dapo", 5), ("remax", 5), *MORE])
 def test_on_policy_steps_train_the_rows_that_end_first(tmp_path: Path, name: str, chunks: int) -> None:
     """At freshness 0 all rows of a step have its own weights, and chunks take groups as they end."""
-    parts = (f"rollout.stream_chunks={chunks}", "algorithm.shuffle=false", "algorithm.minibatches=5")
+    parts = (f"schedule.stream_chunks={chunks}", "algorithm.shuffle=false", "algorithm.minibatches=5")
     ran(tmp_path, 0, *TWO, READY, BRIEF, *LONG, *parts, "evaluate=none", name=name)
     steps = trained(tmp_path / "run")
     first = min(steps)
@@ -317,7 +317,7 @@ def test_stages_that_read_sampled_rows_run_before_the_step(tmp_path: Path, fresh
 
 def test_a_reward_that_hangs_holds_up_its_own_group(tmp_path: Path) -> None:
     """No step waits for the group: it is dropped when it is too old, before its time limit."""
-    settings = (*THREE, READY, *LONG, 'algorithm.on_stale="drop"', "reward.timeout_s=900", "evaluate=none")
+    settings = (*THREE, READY, *LONG, 'schedule.on_stale="drop"', "reward.timeout_s=900", "evaluate=none")
     began = time.monotonic()
     ran(tmp_path, 1, *settings, "algorithm.steps=10", "reward.sandbox=false", reward=HANGS)
     assert time.monotonic() - began < 800
@@ -353,4 +353,6 @@ def test_a_replica_that_dies_is_replaced_while_training_goes_on(
     assert set(once(tmp_path / "run").values()) == {3} and len(once(tmp_path / "run")) == 24 * 5
     lines = [json.loads(line) for line in (tmp_path / "run" / layout.GIVEN_UP).read_text().splitlines()]
     assert any("its replica was lost" in line["reason"] for line in lines)
-    assert replay(tmp_path / "run", settings=['placement.backend="inline"']).difference is None
+    assert (
+        rillflow.open_run(tmp_path / "run").replay(settings=['placement.backend="inline"']).difference is None
+    )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rillflow.app.replay import replay
+import rillflow
 from rillflow.records.rollout import Rollout
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs import layout
@@ -25,7 +25,7 @@ from test_ahead import APART, RAY, ran
 from tests.flows.warm import CONTEXT
 
 READY = (
-    'algorithm.async_mode="ready_first"',
+    'schedule.mode="ready_first"',
     "rollout.max_tokens=12",
     "rollout.max_rows=6",
     "run.checkpoint_every=1",
@@ -114,4 +114,4 @@ def test_a_killed_run_goes_on_with_the_bits_that_it_had_shown(
     assert max(resumed) > WARM
     now = shown(run)
     assert {*now} == {*range(1, WARM + steps + 1)} and now | before == now
-    assert replay(run, settings=['placement.backend="inline"']).difference is None
+    assert rillflow.open_run(run).replay(settings=['placement.backend="inline"']).difference is None

@@ -117,5 +117,5 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
     """The interrupted step is repeated."""
     recipe, run = written(tmp_path, "ppo"), tmp_path / "run"
     errors = ended_in_the_middle(recipe, run, HELD_IN_STEP, signal.SIGINT, signal.SIGINT)
-    assert "everything up to the last checkpoint is kept" in errors
+    assert "a run keeps everything up to its last checkpoint" in errors
     assert json.loads((newest(run) / "state.json").read_text())["done"] == 4

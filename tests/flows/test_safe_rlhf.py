@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.graphs import graphs
 from rillflow.app.launch import launch
 from rillflow.app.recipe import load_recipe
 from rillflow.errors import ConfigError, RillflowError
@@ -77,7 +76,7 @@ def ran(folder: Path, name: str, *settings: str, recipe: Path | None = None) -> 
     loaded = load_recipe(
         recipe or folder / "run.toml", [f"run.dir={json.dumps(str(folder / name))}", *settings]
     )
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [
         {key: value for key, value in line["metrics"].items() if key != TIMES}
@@ -178,12 +177,12 @@ def test_data_parallel_ranks_take_the_same_step(name: str, folder: Path) -> None
 
 
 def test_the_graph_shows_the_second_edge(folder: Path) -> None:
-    *_, graph = graphs(load_recipe(folder / "run.toml", ["algorithm.pretrain_weight=0.5"]).recipe)
+    *_, graph = load_recipe(folder / "run.toml", ["algorithm.pretrain_weight=0.5"]).graphs
     assert graph.given == ("data", "demonstrations")
     (edge,) = (edge for edge in graph.edges if graph.source_name(edge) == "demonstrations")
     assert graph.stages[edge.destination].name == "policy.update"
     assert edge.fields == ("tokens", "loss_mask")
-    *_, alone = graphs(load_recipe(folder / "run.toml").recipe)
+    *_, alone = load_recipe(folder / "run.toml").graphs
     assert alone.given == ("data",)
     assert "policy.update" in [stage.name for stage in alone.stages]
 

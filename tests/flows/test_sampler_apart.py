@@ -37,7 +37,7 @@ def ran(folder: Path, *settings: str, name: str = "grpo") -> tuple[list[dict[str
     (folder / "reward.py").write_text(REWARD)
     run = folder / "run"
     loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(run))}", *settings])
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     rows = [rollout_columns(run, step) for step in layout.rollout_files(run)]
     newest = max((run / layout.CHECKPOINTS).iterdir())
     return rows, [file.read_bytes() for file in sorted((newest / "policy").glob("*.safetensors"))]

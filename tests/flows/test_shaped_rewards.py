@@ -49,7 +49,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def ran(recipe: Path, run: str, *settings: str) -> Path:
     chosen = load_recipe(recipe, [f"run.dir={json.dumps(str(recipe.parent / run))}", *settings])
-    return Path(launch(chosen.recipe, chosen.base, quiet=True).run)
+    return Path(launch(chosen, quiet=True).run)
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:

@@ -82,10 +82,10 @@ def assert_ended_and_resumes(tiny: Tiny, process: subprocess.Popen[str], number:
 
 @pytest.mark.parametrize("backend", ["process", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_sigterm_to_the_process_group_ends_a_run_that_samples_ahead(tiny: Tiny, backend: str) -> None:
-    process = begun(tiny, "cut", "algorithm.freshness=1", f"placement.backend={backend}")
+    process = begun(tiny, "cut", 'schedule={mode="ahead",freshness=1}', f"placement.backend={backend}")
     wait_for_steps(tiny.folder / "cut", 3, process)
     os.killpg(process.pid, signal.SIGTERM)
-    ahead = ("algorithm.freshness=1", "placement.backend=inline")
+    ahead = ('schedule={mode="ahead",freshness=1}', "placement.backend=inline")
     assert_ended_and_resumes(tiny, process, signal.SIGTERM, *ahead)
 
 
@@ -97,7 +97,10 @@ def test_a_signal_at_a_random_moment_ends_a_run_on_ray(
     tiny: Tiny, freshness: int, number: signal.Signals, draw: int
 ) -> None:
     """The moments lie between the first imports and the last step: two of five in the start."""
-    moment, ahead = random.Random(f"{draw} {freshness} {number}"), f"algorithm.freshness={freshness}"
+    moment, ahead = (
+        random.Random(f"{draw} {freshness} {number}"),
+        f'schedule={{mode="ahead",freshness={freshness}}}',
+    )
     process = begun(tiny, "cut", ahead)
     if draw < 2:
         time.sleep(moment.uniform(1.0, 12.0))
@@ -156,7 +159,7 @@ def stopped(tiny: Tiny, process: subprocess.Popen[str]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("freshness", [0, 1])
 def test_a_step_that_hangs_is_abandoned_and_the_step_before_it_saved(tiny: Tiny, freshness: int) -> None:
-    ahead = (*STOP, f"algorithm.freshness={freshness}")
+    ahead = (*STOP, f'schedule={{mode="ahead",freshness={freshness}}}')
     said = stopped(tiny, hanging(tiny, *ahead))
     made = steps_of(tiny.folder / "cut")
     assert f"stopped after step {made}, as requested" in said, said

@@ -31,7 +31,7 @@ def reward(prompts, completions, **_):
         raise ConnectionError("the judge is down")
     return [sum(letter < "5" for letter in text) / 3 for text in completions]
 """
-CUT = ("algorithm.oversample_prompts=1.75", "rollout.max_tokens=10")
+CUT = ('schedule={mode="tail_batching",oversample_prompts=1.75}', "rollout.max_tokens=10")
 TWO = ("placement.pools={main=2}", "placement.train_parallel={main={dp=2}}", "placement.backend=inline")
 APART = (
     "placement.pools={main=1, answers=2}",
@@ -94,7 +94,7 @@ def test_replicas_leave_the_same_prompts_for_later_as_one_does(tiny: Tiny, where
         pytest.skip("Ray is not installed")
     if where is SHARED:
         tiny.recipe.write_text(tiny.recipe.read_text().replace("kv_heads = 1", "kv_heads = 2"))
-    frozen = ("policy.lr=1e-12", "algorithm.oversample_samples=1.5")
+    frozen = ("policy.lr=1e-12", 'schedule={mode="tail_batching",oversample_samples=1.5}')
     assert tiny.run("one", *CUT, *frozen) == 0
     assert tiny.run("two", *CUT, *frozen, *where) == 0
     assert rows(tiny, "one") == rows(tiny, "two")
@@ -116,7 +116,7 @@ def test_a_run_that_is_trained_longer_says_that_its_last_steps_chose_other_promp
         capsys.readouterr()
         assert tiny.run(name, *CUT, "algorithm.steps=5") == 0
         said = capsys.readouterr().out
-        assert "with algorithm.oversample_prompts = 1.75, the last of the 3 steps left no prompt" in said
+        assert "with schedule.oversample_prompts = 1.75, the last of the 3 steps left no prompt" in said
     tiny.assert_same("one", "two")
     assert tiny.run("long", *CUT, "algorithm.steps=5") == 0
     assert rows(tiny, "long") != rows(tiny, "one"), "the note is needed"
@@ -146,9 +146,10 @@ dp = 1
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        (("algorithm.freshness=1", *APART), "algorithm.freshness is 1"),
-        (("rollout.stream_chunks=2", *APART), "rollout.stream_chunks is 2"),
-        (("algorithm.oversample_prompts=0.5",), "oversample_prompts"),
+        (("schedule.freshness=1", *APART), "has no key 'freshness'"),
+        (("schedule.stream_chunks=2", *APART), "has no key 'stream_chunks'"),
+        (("schedule.oversample_prompts=0.5",), "oversample_prompts"),
+        (("schedule.oversample_prompts=1",), "starts only the rows that it trains"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(tiny: Tiny, setting: tuple[str, ...], said: str) -> None:

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.app.launch import launch
-from rillflow.app.recipe import LoadedRecipe, load_recipe
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
 
 
-def loaded(recipe: Path, run: str, *settings: str) -> LoadedRecipe:
+def loaded(recipe: Path, run: str, *settings: str) -> Resolved:
     return load_recipe(recipe, [f"run.dir={json.dumps(str(recipe.parent / run))}", *settings])
 
 
 def ran(recipe: Path, run: str, *settings: str) -> Path:
     chosen = loaded(recipe, run, *settings)
-    return Path(launch(chosen.recipe, chosen.base, quiet=True).run)
+    return Path(launch(chosen, quiet=True).run)
 
 
 def lines(run: Path, name: str) -> list[dict[str, Any]]:

@@ -359,7 +359,7 @@ def run_small(run: Path, device: str) -> None:
     loaded = load_recipe(
         folder / "run.toml", [f"run.dir={json.dumps(str(run))}", f"run.device={json.dumps(device)}"]
     )
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
 
 
 RECIPE = """
@@ -428,7 +428,7 @@ def test_a_digest_is_the_same_on_both_devices(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 def test_the_benchmark_is_ready_for_a_gpu() -> None:
     """On processors, on the mesh of one rank."""
-    script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "training" / "gpu.py"
     done = subprocess.run(
         [sys.executable, str(script), "--rehearse", "--steps", "1"],
         check=True,

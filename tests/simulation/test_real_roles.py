@@ -35,8 +35,12 @@ MOVING = ("algorithm.loss.kl=0.1", "algorithm.reference=moving", "algorithm.refe
 SETTINGS = {
     "following": [*MOVING, "placement.roles.reference=main", "run.checkpoint_every=0"],
     "in order": ["run.checkpoint_every=2"],
-    "ahead": ["algorithm.freshness=1", "run.checkpoint_every=1"],
-    "ready first": ["algorithm.freshness=2", "algorithm.async_mode=ready_first", "run.checkpoint_every=2"],
+    "ahead": ['schedule={mode="ahead",freshness=1}', "run.checkpoint_every=1"],
+    "ready first": [
+        'schedule={mode="ahead",freshness=2}',
+        "schedule.mode=ready_first",
+        "run.checkpoint_every=2",
+    ],
 }
 EVENTS = 300
 """Approximate number of events of such a run."""
@@ -70,7 +74,7 @@ class Launches(Tiny):
         settings = [f"run.dir={self.folder / name}", f"run.restarts={restarts}", *SETTINGS[kind]]
         loaded = load_recipe(self.recipe, settings)
         try:
-            launch(loaded.recipe, loaded.base, quiet=True, given=Given(backend=own))
+            launch(loaded, quiet=True, given=Given(backend=own))
         finally:
             timeline.is_over = False
 

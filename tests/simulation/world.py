@@ -44,10 +44,11 @@ from rillflow.runs.progress import Progress
 from rillflow.runs.reader import Evaluation
 from rillflow.runs.run_directory import RunDirectory
 from rillflow.tasks.prompts import PromptStream, StreamPosition
+from rillflow.workers.awaited import Replies
 from rillflow.workers.backend import Pool, Replacement
 from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.group import Group
-from rillflow.workers.pending import Pending, Replies
+from rillflow.workers.pending import Pending
 from tests.simulation.backend import SimulatedBackend
 from tests.simulation.disk import FakeDisk
 from tests.simulation.roles import Factory, Passes, Policy, Reference, Reward, sampler

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rillflow.models.adapters import is_adapter
 from rillflow.records.batch import Batch
-from rillflow.rollout.vllm.engine import VllmEngine
+from rillflow_parts.vllm.engine import VllmEngine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))
 from damaged import damaged
@@ -76,7 +76,7 @@ class Killed(VllmEngine):
         yield from super().generate_parts(parts, *how)
 
     def add_then_kill(self, parts: Sequence[Batch]) -> None:
-        kill, step = self._core._process.kill, self._core.step  # type: ignore[attr-defined]
+        kill, step = self._core._server.kill, self._core.step  # type: ignore[attr-defined]
 
         def step_and_kill(most: int) -> Any:
             kill()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ def _end(channel: Any, how: str) -> None:
     elif how == "exit":
         os.write(2, b"ValueError: the room is full\n")
         os._exit(3)
-    channel._socket.close()
+    channel._socket.shutdown(socket.SHUT_RDWR)  # close() would wait for the thread that polls it
     time.sleep(600)
 
 
@@ -53,8 +54,8 @@ def _main(plan: Path, code: str, package: str) -> None:
     number = len([*plan.parent.glob(f"{plan.name}.death-*")])
     request, answers = [*told["deaths"], ("", 0)][number]
     sys.path.insert(0, str(Path(package).parent))
-    from rillflow.rollout.vllm import server
-    from rillflow.rollout.vllm.requests import Word
+    from rillflow_parts.vllm import server
+    from rillflow_parts.vllm.requests import Word
 
     answer = server._Answers.of
 

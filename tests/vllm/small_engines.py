@@ -49,7 +49,7 @@ def engine(kind: type[Engine], of: LanguageModel, **settings: Any) -> Engine:
 
 
 def both(of: LanguageModel, **settings: Any) -> tuple[Engine, Engine]:
-    from rillflow.rollout.vllm.engine import VllmEngine
+    from rillflow_parts.vllm.engine import VllmEngine
 
     return engine(VllmEngine, of, **settings), engine(NativeEngine, of, **settings)
 

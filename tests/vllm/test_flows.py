@@ -15,11 +15,12 @@ import torch
 
 from rillflow.app.launch import launch
 from rillflow.app.recipe import load_recipe
-from rillflow.errors import RolloutError, WeightError
+from rillflow.errors import WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model, save_model
 from rillflow.runs import layout
 from rillflow.runs.reader import read_metrics, rollout_columns
+from rillflow.workers.backend import RankDied
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,7 +49,7 @@ def written(folder: Path) -> Path:
 def ran(folder: Path, *settings: str) -> list[Any]:
     """Run; return the tokens of every rollout."""
     loaded = load_recipe(written(folder), [f"run.dir={json.dumps(str(folder / 'run'))}", *ALIKE, *settings])
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     return tokens(folder / "run")
 
 
@@ -127,7 +128,8 @@ def test_a_run_whose_server_dies_says_so_and_goes_on_when_it_is_run_again(tmp_pa
 
     damaged_engine.KILLS.append(3)  # after the evaluation and a step
     how = ['rollout.engine="damaged_engine:Killed"', *SERVED[1:], "run.checkpoint_every=1"]
-    with pytest.raises(RolloutError, match=r"vLLM's server .* exited with status -9"):
+    how.append("run.restarts=0")
+    with pytest.raises(RankDied, match=r"has lost its engine: vLLM's server .* ended by SIGKILL"):
         ran(tmp_path / "run", *how)
     before = len(read_metrics(tmp_path / "run/run"))
     assert damaged_engine.KILLS == [] and before == 4
@@ -136,7 +138,12 @@ def test_a_run_whose_server_dies_says_so_and_goes_on_when_it_is_run_again(tmp_pa
 
 
 def test_ready_first_rows_run_on_through_publishes(tmp_path: Path) -> None:
-    ahead = ["algorithm.freshness=1", 'algorithm.async_mode="ready_first"', INLINE, "algorithm.steps=3"]
+    ahead = [
+        'schedule={mode="ahead",freshness=1}',
+        'schedule.mode="ready_first"',
+        INLINE,
+        "algorithm.steps=3",
+    ]
     assert len(ran(tmp_path / "run", *SERVED, *APART, *ahead)) == 3
 
 

@@ -57,11 +57,15 @@ PLACES = {
         "placement.pools={main=1,answers=2}",
         'placement.roles={sampler="answers"}',
         "placement.backend=process",
-        "algorithm.freshness=1",
-        "algorithm.async_mode=ready_first",
+        'schedule={mode="ahead",freshness=1}',
+        "schedule.mode=ready_first",
     ),
 }
-TAIL = ("algorithm.oversample_prompts=1.5", "rollout.max_tokens=8", "rollout.max_rows=2")
+TAIL = (
+    'schedule={mode="tail_batching",oversample_prompts=1.5}',
+    "rollout.max_tokens=8",
+    "rollout.max_rows=2",
+)
 ADAPTER = ("policy.model.new=none", "policy.model.adapter.rank=4", "policy.lr=0.01")
 REQUESTS = {"start": 0, "reload": 2, "adapt": 2, "wake": 3, "add": 12, "step": 3, "abort": 0, "sleep": 2}
 """Requests, and how many of each a server answers before it ends: in the third step or so."""

@@ -16,8 +16,8 @@ import torch
 
 from rillflow.errors import RolloutError
 from rillflow.rollout.engine import EngineLost
-from rillflow.rollout.vllm.requests import CoreSettings
-from rillflow.rollout.vllm.served_core import ServedCore
+from rillflow_parts.vllm.requests import CoreSettings
+from rillflow_parts.vllm.served_core import ServedCore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_engines import SERVED, both, model, prompts
@@ -30,7 +30,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from small_engines import SERVED, engine, model, prompts
 from rillflow.records.rollout import starts
-from rillflow.rollout.vllm.engine import VllmEngine
+from rillflow_parts.vllm.engine import VllmEngine
 made = engine(VllmEngine, model(), **SERVED)
 for start in starts(prompts(), 1):
     made.add(start)
@@ -127,7 +127,7 @@ def test_a_python_that_is_not_there_is_named() -> None:
 
 def test_weights_cross_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets are small, also for bfloat16: the largest weight needs hundreds."""
-    monkeypatch.setattr("rillflow.rollout.vllm.requests.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("rillflow_parts.vllm.requests.BUCKET_BYTES", 1000)
     of = model()
     of.module.to(torch.bfloat16)
     served, _ = both(of, **SERVED)

@@ -42,7 +42,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def on_two_ranks(of: Any, work: Callable[[Any, int], Batch]) -> list[Batch]:
     """Make an engine on each of two ranks, and return what ``work`` returns there."""
-    from rillflow.rollout.vllm.engine import VllmEngine
+    from rillflow_parts.vllm.engine import VllmEngine
 
     plan, group = tensor_plan(of.module), ThreadGroup(2, 300.0)
     config = RolloutConfig(max_tokens=24, max_rows=16)

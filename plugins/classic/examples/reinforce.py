@@ -37,7 +37,7 @@ def plan(system: Any, settings: A2CConfig) -> Iterable[Metrics]:
 REINFORCE = ClassicAlgorithm(name="reinforce", config=A2CConfig, learner=Reinforce, plan=plan)
 
 if __name__ == "__main__":
-    settings = {"algorithm": {"name": "reinforce:REINFORCE", "steps": 100, "lr": 3e-3}}
+    settings = {"algorithm": {"name": "reinforce.py:REINFORCE", "steps": 100, "lr": 3e-3}}
     folder = Path(__file__).parent
     run = rillflow.train(folder / "corridor.toml", settings=settings, dir="runs/reinforce")
     print(run.evaluations[-1].value)

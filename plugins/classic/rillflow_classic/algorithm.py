@@ -126,6 +126,8 @@ class ClassicAlgorithm:
     require: Callable[[LearnerInputs, RolloutSize], None] | None = None
     """``require(inputs, size)``: raises ConfigError before the start if settings do not fit the fragments of
     a policy; None: they always do."""
+    remark: str = ""
+    """What to know about its policy where it acts outside the plan, as in evaluations; usually nothing."""
     calls_actors: bool = False
     """Whether the plan calls the actors itself, beside ``System.rollouts``; it then needs a CallSystem."""
 

@@ -27,6 +27,7 @@ from rillflow.workers.processes import ProcessBackend
 from rillflow.workers.start import ray_backend
 from rillflow_classic.algorithm import LearnerInputs
 from rillflow_classic.algorithms.registry import algorithm_of
+from rillflow_classic.algorithms.registry import located as located_algorithm
 from rillflow_classic.checkpointed import State
 from rillflow_classic.config import ActorsConfig, EpisodesConfig
 from rillflow_classic.data_parallel import DataParallelLearner, RankLearner
@@ -58,6 +59,8 @@ ACTORS, POLICIES, BUFFERS, EVALUATORS = "actors", "policies", "buffers", "evalua
 """Pools of the actors, the policy workers, the buffer workers and the evaluation worker."""
 TRAINERS = "trainers"
 """Pool of the trainer's ranks."""
+ENVIRONMENTS = "environments"
+"""Name of the running statistics of environments in checkpoints."""
 SLOW_IMPORTS = ("torch._dynamo", "envpool")
 """Modules that take long to import. Workers need those that the driver has imported for its own learners."""
 POLL_S = 5.0
@@ -73,7 +76,7 @@ class Parts:
     network: NetworkConfig
     """Settings of the network."""
     algorithm: str
-    """Name of the algorithm, as in the recipe."""
+    """Name of the algorithm, as in the recipe; that of a file with its absolute path."""
     settings: Section
     """Settings of the algorithm."""
     workers: ActorsConfig
@@ -93,21 +96,49 @@ class Parts:
     """Space of one observation, after the wrappers."""
     action_space: Space
     """Space of one action."""
+    names: tuple[str, ...]
+    """Names of the agents of an environment; one empty text without several."""
+    plain_space: Space
+    """Space of one observation, before the wrappers."""
+    own_spaces: tuple[Space, Space]
+    """Spaces of an observation and of an action, as the environment itself has them."""
+    members: int = 1
+    """Members of the population; 1 without one."""
+    first_copy: int = 0
+    """Number of the first environment of the first actor; members of a population have different ones."""
+
+    @property
+    def num_copies(self) -> int:
+        """Number of environments of all actors."""
+        return _num_copies(self.workers)
+
+    @property
+    def evaluation_copy(self) -> int:
+        """Number of the first environment of evaluations and videos, after those of all members."""
+        return self.members * self.num_copies
 
     @classmethod
-    def of(cls, loaded: LoadedClassicRecipe) -> Parts:
+    def of(cls, loaded: LoadedClassicRecipe, *, is_beside: bool = False) -> Parts:
         """Return the parts of a recipe; an environment is made to learn its spaces.
+
+        Args:
+            loaded: the recipe.
+            is_beside: whether its run may train at the same time: then the environment has a number after
+                those of the actors.
 
         Raises:
             RillflowError: the environment cannot be made.
         """
         recipe = loaded.recipe
         settings = located(recipe.environment, loaded.base)
-        environment = make_environment(settings, 1, seed=recipe.run.seed)
+        members = recipe.population.members if recipe.population else 1
+        copy = members * _num_copies(recipe.workers) if is_beside else 0
+        environment = make_environment(settings, 1, seed=recipe.run.seed, copy=copy)
         try:
             policies = tuple(recipe.policies) or ("policy",)
             acting = [routed(each, recipe.routes or {".*": policies[0]}) for each in environment.agents]
             spaces = environment.observation_space, environment.action_space
+            plain, own = environment.plain_space, environment.own_spaces
         finally:
             environment.close()
         if idle := [name for name in policies if name not in acting]:
@@ -120,7 +151,7 @@ class Parts:
         return cls(
             environment=settings,
             network=recipe.network,
-            algorithm=recipe.algorithm.name,
+            algorithm=str(located_algorithm(recipe.algorithm.name, loaded.base)),
             settings=loaded.settings,
             workers=recipe.workers,
             evaluate=recipe.evaluate,
@@ -130,7 +161,15 @@ class Parts:
             seed=recipe.run.seed,
             observation_space=spaces[0],
             action_space=spaces[1],
+            names=tuple(environment.agents),
+            plain_space=plain,
+            own_spaces=own,
+            members=members,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Import an own algorithm in the other process before the settings of its class are made."""
+        return _parts, ({**vars(self), "settings": self.settings.model_dump()},)
 
     def learners(self, actor: int = 0, actors: int = 1) -> dict[str, Learner]:
         """Return new learners by policy; the same seed gives the same weights.
@@ -159,10 +198,23 @@ class Parts:
         )
 
 
+def _parts(fields: Mapping[str, Any]) -> Parts:
+    settings = algorithm_of(fields["algorithm"]).config.model_validate(fields["settings"])
+    return Parts(**{**fields, "settings": settings})
+
+
+def _num_copies(workers: ActorsConfig) -> int:
+    return workers.actors * workers.ring * workers.slots
+
+
 def make_actor(parts: Parts, streams: Streams | None, index: int) -> Actor:
     """Return actor ``index`` with its environments, its policies and its end of the streams."""
     workers = parts.workers
-    ring = [make_environment(parts.environment, workers.slots, seed=parts.seed) for _ in range(workers.ring)]
+    first, slots = parts.first_copy + index * workers.ring * workers.slots, workers.slots
+    ring = [
+        make_environment(parts.environment, slots, seed=parts.seed, copy=first + number * slots)
+        for number in range(workers.ring)
+    ]
     learners = {}
     if streams is None or workers.inference == "actor":
         learners = parts.learners(index, workers.actors)
@@ -249,7 +301,10 @@ def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
         actors = WorkerSet(backend, ACTORS, partial(make_actor, parts, None))
         is_static = workers.executor == "static"
         next_round = static_rounds(actors, workers.threads, stack) if is_static else None
-        return CallSystem(actors, learners, evaluator, next_round=next_round)
+        called = CallSystem(actors, learners, evaluator, next_round=next_round)
+        if workers.place == "inline":  # other places end with their processes
+            stack.callback(called.close_environments)
+        return called
     streams = open_streams(parts, learners)
     stack.callback(streams.close)
     makers = {ACTORS: make_actor, POLICIES: make_policy_worker, BUFFERS: make_buffer_worker}
@@ -280,14 +335,15 @@ def open_system(parts: Parts, stack: ExitStack) -> CallSystem | StreamSystem:
         budget_s=POLL_S if is_threaded else 0.0,
         evaluator=evaluator,
     )
-    stack.callback(system.close)
+    stack.callback(system.close_environments if workers.place == "inline" else system.close)
     return system
 
 
 def open_streams(parts: Parts, learners: Mapping[str, Learner]) -> Streams:
     """Open the streams of a run; an actor is made to learn the sizes."""
     workers = parts.workers
-    environment = make_environment(parts.environment, workers.slots, seed=parts.seed)
+    copy = parts.first_copy
+    environment = make_environment(parts.environment, workers.slots, seed=parts.seed, copy=copy)
     policies = {name: learner.policy for name, learner in parts.learners().items()}
     shown = Actor([environment], policies, workers.steps, routes=parts.routes)
     shown.close()
@@ -347,4 +403,4 @@ def keep_state(
         system.kept.put(name, learner)
     if not (environment.normalise_observations or environment.normalise_rewards):
         return None
-    return system.kept.put("environments", EnvironmentStatistics(system))
+    return system.kept.put(ENVIRONMENTS, EnvironmentStatistics(system))

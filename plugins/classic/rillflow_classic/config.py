@@ -94,6 +94,12 @@ class EpisodesConfig(Section):
 
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
     episodes: int = Field(20, ge=0, description="Episodes of an evaluation; 0 for none.")
+    episode_limit: int = Field(
+        30_000,
+        ge=0,
+        description="Steps after which an evaluation cuts an episode; 0 for no bound. Atari's own limit is "
+        "27,000.",
+    )
     success: float | None = Field(None, description="Smallest return of a successful episode.")
     from_training: bool = Field(
         False,

@@ -10,18 +10,22 @@ overrepresented.
 from __future__ import annotations
 
 import io
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 from PIL import Image
 
+from rillflow.errors import ConfigError
 from rillflow.formulas.interval import mean_interval
 from rillflow.runs import durable, layout
 from rillflow.runs.reader import Evaluation
-from rillflow_classic.environments.vector import VectorEnvironment
+from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.make import make_environment
+from rillflow_classic.environments.vector import EnvironmentFailure, VectorEnvironment
 from rillflow_classic.fragment import Array, FinishedEpisode, Fragment
 from rillflow_classic.policy import Acted, ActorPolicy, Weights
 from rillflow_classic.workers.actor import Actor
@@ -34,6 +38,8 @@ MOST_FRAMES = 200
 """Frames of a video; a longer episode is shown faster."""
 WIDTH = 320
 """Largest width in pixels."""
+HEIGHT = 480
+"""Largest height in pixels."""
 FRAME_MS = 40
 """Milliseconds that a frame is shown."""
 
@@ -91,22 +97,78 @@ def greedy_actor(
     return actor
 
 
+def evaluation_environment(
+    settings: EnvironmentSettings, episodes: int, *, seed: int, copy: int, most_steps: int
+) -> VectorEnvironment:
+    """Make the environments of an evaluation; one, where there is room for one only.
+
+    Args:
+        settings: settings of the environment.
+        episodes: number of episodes of each agent.
+        seed: seed of the episodes.
+        copy: number of the first environment among all of the run.
+        most_steps: steps after which an episode is truncated; 0: never.
+
+    Raises:
+        ConfigError: none can be made.
+        EnvironmentFailure: none can be reset.
+    """
+    first: ConfigError | EnvironmentFailure | None = None
+    for slots in dict.fromkeys((num_slots(episodes), 1)):
+        try:
+            return make_environment(settings, slots, seed=seed, copy=copy, most_steps=most_steps)
+        except (ConfigError, EnvironmentFailure) as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def cut_note(played: Sequence[FinishedEpisode], limit: int) -> str:
+    """Return the note about episodes that ``evaluate.episode_limit`` cut; empty if there are none."""
+    cut = sum(each.length >= limit for each in played) if limit else 0
+    if not cut:
+        return ""
+    said = f"evaluate.episode_limit cut {cut} of {len(played)} episodes after {limit:,} steps"
+    return f"{said}; environment.time_limit cuts episodes of training too"
+
+
 def sampled(actor: Actor) -> Iterable[Fragment]:
     """Return the next fragment of every policy."""
     found = actor.sample()
     return [found] if isinstance(found, Fragment) else found.values()
 
 
-def play(actor: Actor, num_slots: int, episodes: int) -> list[FinishedEpisode]:
-    """Return the first ``episodes`` whole episodes of every slot."""
-    counts, played = Counter[tuple[str, int]](), list[FinishedEpisode]()
+def play(
+    actor: Actor,
+    num_slots: int,
+    episodes: int,
+    *,
+    most_steps: int = 0,
+    ends: Callable[[Sequence[FinishedEpisode], int], bool] | None = None,
+) -> list[FinishedEpisode]:
+    """Return the first ``episodes`` whole episodes of every slot.
+
+    Args:
+        actor: plays.
+        num_slots: its slots.
+        episodes: episodes of each slot.
+        most_steps: steps of the longest possible episode; then slots whose agents come too rarely have fewer
+            episodes. 0: no bound.
+        ends: called with the episodes and the steps of each slot so far; returns whether to end with these.
+    """
+    counts, played, steps = Counter[tuple[str, int]](), list[FinishedEpisode](), 0
+    bound = episodes * (most_steps + 1) if most_steps else math.inf
     while len(played) < num_slots * episodes:
-        for fragment in sampled(actor):
+        fragments = list(sampled(actor))
+        for fragment in fragments:
             for episode in fragment.episodes:
                 key = fragment.policy, episode.slot
                 counts[key] += 1
                 if counts[key] <= episodes:
                     played.append(episode)
+        steps += len(fragments[0].rewards)
+        if steps > bound or (ends is not None and ends(played, steps)):
+            break
     return played
 
 
@@ -142,9 +204,15 @@ def record_video(actor: Actor, environment: VectorEnvironment, run: Path, name: 
     Raises:
         RunDirectoryError: the file cannot be written.
     """
-    frames, is_over = list[Array](), False
-    while (frame := environment.render(0)) is not None and len(frames) < MOST_STEPS:
-        frames.append(frame)
+    frames, every, is_over = list[Array](), 1, False
+    for step in range(MOST_STEPS):
+        frame = environment.render(0)
+        if frame is None and (frames or step):
+            break  # nothing before the first step or after it
+        if frame is not None and step % every == 0:
+            frames.append(_small(frame))
+        if len(frames) > 2 * MOST_FRAMES:
+            frames, every = frames[::2], 2 * every
         if is_over:
             break
         is_over = all(fragment.ended.all() for fragment in sampled(actor))
@@ -158,13 +226,21 @@ def record_video(actor: Actor, environment: VectorEnvironment, run: Path, name: 
 
 
 def animated(frames: Sequence[Array]) -> bytes:
-    """Return frames [H, W, 3] uint8 as an animated WebP, with at most ``MOST_FRAMES`` of them."""
+    """Return frames [H, W, 3] uint8 as an animated WebP of the first one's size, at most ``MOST_FRAMES``."""
     every = -(-len(frames) // MOST_FRAMES)
-    pictures = [Image.fromarray(np.ascontiguousarray(frame)) for frame in frames[::every]]
-    width, height = pictures[0].size
-    if width > WIDTH:
-        pictures = [each.resize((WIDTH, height * WIDTH // width)) for each in pictures]
+    pictures = [Image.fromarray(_small(frame)) for frame in frames[::every]]
+    size = pictures[0].size
+    first, *rest = (each if each.size == size else each.resize(size) for each in pictures)
     data = io.BytesIO()
-    first, *rest = pictures
     first.save(data, "WEBP", save_all=True, append_images=rest, duration=FRAME_MS, loop=0, quality=60)
     return data.getvalue()
+
+
+def _small(frame: Array) -> Array:
+    """Return a frame with at most ``WIDTH`` and ``HEIGHT`` pixels, so that a film of them fits the memory."""
+    height, width = frame.shape[:2]
+    scale = min(1.0, WIDTH / width, HEIGHT / height)
+    if scale == 1.0:
+        return np.array(frame)  # the environment may draw the next one in the same memory
+    size = max(1, int(width * scale)), max(1, int(height * scale))
+    return np.asarray(Image.fromarray(np.ascontiguousarray(frame)).resize(size))

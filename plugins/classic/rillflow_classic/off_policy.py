@@ -71,7 +71,7 @@ def make_replay(inputs: LearnerInputs, index: int = 0, divided_by: int = 1) -> R
 
 
 def require_replay(inputs: LearnerInputs, size: RolloutSize, parts: int = 1) -> None:
-    """Raise ConfigError if a fragment, or the first updates, do not fit a buffer, or a buffer the memory.
+    """Raise ConfigError for an LSTM, or if a fragment or the first updates do not fit a buffer.
 
     Args:
         inputs: spaces and settings.
@@ -79,6 +79,12 @@ def require_replay(inputs: LearnerInputs, size: RolloutSize, parts: int = 1) -> 
         parts: equal parts of the buffer; each holds whole fragments.
     """
     settings, replay = inputs.settings, inputs.settings.replay
+    if inputs.network.kind == "lstm":
+        raise ConfigError(
+            "network.kind is 'lstm', and the algorithm learns from a replay buffer",
+            why="a transition of the buffer has no state of the LSTM",
+            fix="choose 'mlp' or 'cnn', or an algorithm that learns from fragments",
+        )
     rows = size.slots * (size.steps + 1)
     named, capacity = f"algorithm.replay.capacity is {replay.capacity}", replay.capacity // parts
     named += f", divided among {parts} shards" if parts > 1 else ""

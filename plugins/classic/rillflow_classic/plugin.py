@@ -1,4 +1,4 @@
-"""Plugin: run recipes with ``kind = "classic"``. Imports nothing heavy."""
+"""Plugin: run recipes with ``kind = "classic"``, and use their policies. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rillflow.app.plugins import Plugin
+from rillflow.app.plugins import SHIPPED, Command, Plugin
+from rillflow_classic import commands
 
 if TYPE_CHECKING:
     from rillflow.app.plugin_recipe import PluginRecipe
@@ -21,4 +22,15 @@ def load(path: Path, data: Data, overrides: Sequence[Override]) -> PluginRecipe:
     return LoadedClassicRecipe.of(path, data, overrides)
 
 
-PLUGIN = Plugin(recipes={"classic": load})
+HELP = SHIPPED["classic"]
+PLUGIN = Plugin(
+    commands={
+        "play": Command(help=HELP["play"], run=commands.play, add_arguments=commands.play_arguments),
+        "export": Command(help=HELP["export"], run=commands.export, add_arguments=commands.export_arguments),
+    },
+    recipes={"classic": load},
+    uses={
+        "classic": "rillflow play RUN plays episodes and prints their returns, rillflow export RUN writes "
+        "the policy to a file; in Python, rillflow_classic.load('RUN').act(observation) acts with it"
+    },
+)

@@ -1,4 +1,4 @@
-"""Recipe: a classic run's settings, checked, with what the commands ask of it.
+"""Recipe: a classic run's checked settings, and the methods that the commands call.
 
 run.toml + --set ─> algorithm.name ─ registry ─> its settings ─> LoadedClassicRecipe ─┬─ train ─> ClassicLoop
                                                                                       ├─ look ─> Report
@@ -8,26 +8,37 @@ run.toml + --set ─> algorithm.name ─ registry ─> its settings ─> LoadedC
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import create_model
 
 from rillflow.app.any_recipe import origins, with_directory
 from rillflow.app.plugin_recipe import OpenRun, PluginRecipe
-from rillflow.config.load import Override, apply_overrides, validate
+from rillflow.app.plugin_sections import validated, with_sections
+from rillflow.config.load import Override, apply_overrides
 from rillflow.config.problems import shown, together
 from rillflow.config.schema import Data, Section
 from rillflow.errors import ConfigError, nearest
+from rillflow.runs.reader import read_starts
 from rillflow_classic.algorithm import ClassicAlgorithm
-from rillflow_classic.algorithms.registry import algorithm_of
+from rillflow_classic.algorithms.registry import algorithm_of, located
 from rillflow_classic.config import AlgorithmSettings, ClassicRecipe, perturbed
+from rillflow_classic.schedule import adjustable, stretched, with_schedules
 
 if TYPE_CHECKING:
     from rillflow.app.check_report import Report
     from rillflow.graph.graph import Graph
+
+MAY_CHANGE = (
+    *("algorithm.steps", "environment.run", "environment.processes", "environment.step_timeout_s"),
+    *("workers.threads", "evaluate"),
+    *(f"run.{name}" for name in ("dir", "tags", "threads", "keep_checkpoints", "restarts")),
+)
+"""Settings, or sections, that a resumed run of every algorithm may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +49,6 @@ class LoadedClassicRecipe(PluginRecipe):
     """The settings."""
     algorithm: ClassicAlgorithm
     """The algorithm that they name."""
-    may_change: ClassVar[Sequence[str]] = (
-        *("algorithm.steps", "environment.run", "environment.processes", "environment.step_timeout_s"),
-        *("workers.threads", "evaluate"),
-        *(f"run.{name}" for name in ("dir", "tags", "threads", "keep_checkpoints", "restarts", "trackers")),
-    )
 
     @classmethod
     def of(cls, path: Path, data: Data, overrides: Sequence[Override]) -> LoadedClassicRecipe:
@@ -53,14 +59,27 @@ class LoadedClassicRecipe(PluginRecipe):
         """
         asked = apply_overrides(data, overrides)
         named = asked.get("algorithm")
-        algorithm = algorithm_of(named.get("name") if isinstance(named, Mapping) else None)
-        recipe = with_directory(validate(recipe_class(algorithm), asked, str(path)), path)
+        named = named.get("name") if isinstance(named, Mapping) else None
+        algorithm = algorithm_of(located(named, path.parent))
+        recipe = with_directory(validated(recipe_class(algorithm), asked, str(path)), path)
         problems = [*_contradictions(recipe, algorithm), *_of_policies(recipe, algorithm)]
         problems += _of_population(recipe)
         if problems:
             raise together(problems, str(path))
         given = origins(path, data, overrides)
         return cls(recipe=recipe, algorithm=algorithm, path=path, base=path.parent, given=given)
+
+    @property
+    def may_change(self) -> Sequence[str]:
+        """Settings that a resumed run may change: no fragment or weight so far depends on them."""
+        population = self.recipe.population
+        chosen = population.perturb if population else ()
+        return (*MAY_CHANGE, *adjustable(self.recipe.algorithm, chosen))
+
+    @property
+    def suggested(self) -> Mapping[str, str]:
+        """Commands to suggest at the end of a run."""
+        return {"play it": shlex.join(["rillflow", "play", str(self.directory)])}
 
     @property
     def phase(self) -> str:
@@ -106,7 +125,12 @@ class LoadedClassicRecipe(PluginRecipe):
         """Make the remaining steps."""
         from rillflow_classic.run import ClassicLoop
 
-        ClassicLoop(self, run).run()
+        schedules = stretched(self.recipe.algorithm, read_starts(run.directory.path), self.steps)
+        for each in schedules:
+            run.progress.note(str(each))
+        algorithm = with_schedules(self.recipe.algorithm, schedules)
+        followed = replace(self, recipe=self.recipe.model_copy(update={"algorithm": algorithm}))
+        ClassicLoop(followed, run).run()
 
 
 def recipe_class(algorithm: ClassicAlgorithm) -> type[ClassicRecipe]:
@@ -114,7 +138,9 @@ def recipe_class(algorithm: ClassicAlgorithm) -> type[ClassicRecipe]:
     own = algorithm.config
     settings = create_model(own.__name__, __base__=(AlgorithmSettings, own), __doc__=own.__doc__)
     fields: Any = {"algorithm": (settings, ...)}
-    made: type[ClassicRecipe] = create_model("ClassicRecipe", __base__=ClassicRecipe, **fields)
+    kind = with_sections(ClassicRecipe, shared_only=True)
+    derived: Any = create_model  # its type is that of no class that is known here
+    made: type[ClassicRecipe] = derived("ClassicRecipe", __base__=kind, **fields)
     return made
 
 
@@ -129,7 +155,7 @@ class Need:
     values: Mapping[str, Sequence[Any]]
     """Possible values by setting."""
     why: str
-    """Why there are no others."""
+    """Why there are no other values."""
 
 
 def _needs_of_algorithm(recipe: ClassicRecipe, algorithm: ClassicAlgorithm) -> Sequence[Need]:

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from rillflow.app.doctor import available_memory
+from rillflow.app.machine import available_memory
 from rillflow.config.schema import Section
 from rillflow.errors import ConfigError, RecordError
 from rillflow.runs.formatting import size

@@ -34,25 +34,20 @@ from rillflow.controller.interrupt import RunStage
 from rillflow.controller.run_checkpoint import save_in
 from rillflow.errors import Interrupted
 from rillflow.records.metrics import Mean
-from rillflow.runs.reader import RankSpan, SpanRecord, read_evaluations
+from rillflow.runs.reader import RankSpan, SpanRecord
 from rillflow_classic.build import Parts, open_system
-from rillflow_classic.environments.make import make_environment, make_video_environment
-from rillflow_classic.environments.vector import VectorEnvironment
-from rillflow_classic.evaluation import greedy_actor, judged_episodes, num_slots, play, record_video
 from rillflow_classic.operators.context import PlanContext
+from rillflow_classic.run_evaluations import RunEvaluations
 from rillflow_classic.running_plan import RunningPlan
+from rillflow_classic.schedule import spent
 from rillflow_classic.seeds import seed_of
 from rillflow_classic.sizes import require_sizes
-from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.population import PopulationSystem, open_population
 
 if TYPE_CHECKING:
     from rillflow.app.check_report import Report
     from rillflow.graph.graph import Graph
     from rillflow_classic.recipe import LoadedClassicRecipe
-
-EVALUATED = 1
-"""Added to the seed of an evaluation's episodes."""
 
 
 def look_at_environment(loaded: LoadedClassicRecipe, report: Report) -> None:
@@ -98,7 +93,9 @@ class ClassicLoop:
         self._plan: RunningPlan | PopulationSystem = (
             open_population(parts, population, run.stack) if population else RunningPlan(parts, run.stack)
         )
-        self._evaluated = {record.step for record in read_evaluations(run.directory.path)}
+        self._is_spent = False
+        self._evaluations = RunEvaluations(loaded, run, parts, self._plan)
+        self._has_episodes: bool | None = None
 
     def run(self) -> None:
         """Make the remaining steps.
@@ -110,16 +107,23 @@ class ClassicLoop:
         if self._run.checkpoint is not None:
             self._plan.kept.read(self._run.checkpoint)
             step = self._run.checkpoint.step
-        else:
-            self._evaluate(0)
+        if step == 0 or (step < self._steps and is_due(step, self._evaluation.every)):
+            self._evaluations.evaluate(step)
         self._run.interruption.stage, self._run.interruption.end = RunStage.TRAINING, ""
         self._plan.reset(seed_of(self._seed, step))
         with self._rescued(step):
             while step < self._steps:
                 step = self._until_checkpoint(step)
-        self._evaluate(step)
+        if self._has_episodes is False:
+            self._run.progress.note(
+                "no episode has ended in training: environment.time_limit cuts episodes, and all begin anew "
+                f"after each checkpoint (run.checkpoint_every is {self._recipe.run.checkpoint_every})"
+            )
+        self._evaluations.close_environments()
+        if not self._evaluations.evaluate(step):
+            raise self._stopped(step, step)
         if self._evaluation.video:
-            self._record(step)
+            self._evaluations.record(step)
 
     def _until_checkpoint(self, kept: int) -> int:
         """Make the steps from one checkpoint to the next, and return its step."""
@@ -128,8 +132,9 @@ class ClassicLoop:
         for step in range(kept + 1, last + 1):
             self._step(step)
             self._made, self._versions = step, self._learned()
-            if is_due(step, self._evaluation.every):
-                self._evaluate(step)
+            self._note_spent(step)
+            if is_due(step, self._evaluation.every) and step < self._steps:
+                self._evaluations.evaluate(step)
             if asked.requested and step < last:
                 if not self._is_in_step:
                     self._save(step)
@@ -165,6 +170,7 @@ class ClassicLoop:
         took_s = time.perf_counter() - began_s
         # no mean of nothing, such as the return in a step in which no episode ended
         metrics = {name: each for name, each in found.items() if not isinstance(each, Mean) or each.count}
+        self._has_episodes = self._has_episodes or any("episode/return" in name for name in metrics)
         self._directory.log_metrics(step, self._name, metrics)
         for span in spans_of(context, step, began_s, took_s, elapsed_s):
             self._directory.log_span(span)
@@ -175,6 +181,12 @@ class ClassicLoop:
         for judged in self._plan.evaluations():
             self._directory.log_evaluation(step, judged)
             self._run.progress.note(f"step {step}: version {judged.more['version']}, {judged.text}")
+
+    def _note_spent(self, step: int) -> None:
+        """Say once that the learning rate is 0 while steps remain."""
+        if not self._is_spent and (note := spent(self._parts.settings, self._versions, step, self._steps)):
+            self._is_spent = True
+            self._run.progress.note(f"step {step}: {note}")
 
     def _save(self, step: int) -> None:
         states = dict[str, Any]()
@@ -194,38 +206,6 @@ class ClassicLoop:
             why=f"everything up to step {kept} is saved{again} (run.checkpoint_every)",
             fix="run the same command to resume",
         )
-
-    def _evaluate(self, step: int) -> None:
-        episodes, seed = self._evaluation.episodes, seed_of(self._seed, step, EVALUATED)
-        if not episodes or step in self._evaluated:
-            return
-        slots = num_slots(episodes)
-        environment = make_environment(self._parts.environment, slots, seed=seed)
-        with self._player(environment, seed) as player:
-            played = play(player, environment.num_slots, episodes // slots)
-        found = judged_episodes(played, self._evaluation.success)
-        self._directory.log_evaluation(step, found)
-        self._evaluated.add(step)
-        self._run.progress.note(f"step {step}: {found.text}")
-
-    def _record(self, step: int) -> None:
-        seed = seed_of(self._seed, step, EVALUATED)
-        environment = make_video_environment(self._parts.environment, seed=seed)
-        with self._player(environment, seed, steps=1) as player:
-            file = record_video(player, environment, self._directory.path, f"episode-after-step-{step}")
-        if file is None:
-            self._run.progress.note(f"{self._recipe.environment.id} shows no pictures, so there is no video")
-
-    @contextmanager
-    def _player(self, environment: VectorEnvironment, seed: int, steps: int = 16) -> Iterator[Actor]:
-        """Yield a player of the present weights in an environment, which it closes."""
-        try:
-            if self._plan.statistics is not None:
-                environment.restore(self._plan.statistics.newest(), frozen=True)
-            policies = {name: learner.policy for name, learner in self._plan.learners.items()}
-            yield greedy_actor(environment, policies, self._parts.routes, seed, steps)
-        finally:
-            environment.close()
 
 
 def spans_of(

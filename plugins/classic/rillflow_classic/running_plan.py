@@ -80,6 +80,10 @@ class RunningPlan:
         """See System."""
         return self._system.ask_actors(method, *arguments)
 
+    def close_environments(self) -> None:
+        """Close the environments of all actors after the last step, so that others can take their place."""
+        self._system.close_environments()
+
     def _open(self, settings: Section, states: Mapping[str, State]) -> None:
         self._settings = settings
         self._stack.close()

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rillflow.errors import ClusterError, ConfigError
@@ -34,6 +35,8 @@ from rillflow_classic.workers.trainer_worker import FragmentQueue, TrainerWorker
 _log = logging.getLogger(__name__)
 MOST_LOSSES = 3
 """Losses of a worker before it ends a call, after which the run stops."""
+CLOSE_S = 30.0
+"""Longest wait for an actor to close its environments."""
 TURN_S = 0.05
 """Longest time in which ``rollouts`` looks for a batch before another flow of the plan has its turn."""
 
@@ -168,6 +171,10 @@ class CallSystem(ActorSystem):
         self.publish()
         self.ask_actors("reset", seed)
 
+    def close_environments(self) -> None:
+        """Close the environments of all actors after the last step."""
+        close_all(self.actors.call_all("close"))
+
     def _rounds(self) -> LocalIterator:
         if self._next_round is not None:
             return from_function(self._next_round, f"static plan of {self.actors.size} actors")
@@ -185,6 +192,13 @@ class CallSystem(ActorSystem):
         self.actors.start_again(index, error)
         for name, learner in self.learners.items():
             self.actors.call(index, "load", learner.version, learner.weights(), name).read(DEADLINE_S)
+
+
+def close_all(calls: Sequence[WorkerCall]) -> None:
+    """Wait for calls that close something; one that is lost or takes long has no result to miss."""
+    for call in calls:
+        with suppress(RankLost, TimeoutError):
+            call.read(CLOSE_S)
 
 
 class PolledWorkers:
@@ -333,6 +347,12 @@ class StreamSystem(ActorSystem):
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None
+
+    def close_environments(self) -> None:
+        """Stop all workers, and close the environments of all actors after the last step."""
+        self.close()
+        actors = self._polled[0]
+        close_all([actors.workers.call(index, "close") for index in sorted(actors.alive)])
 
     def _rounds(self) -> LocalIterator:
         found = from_function(self._next_round, "sample stream, in rounds")

@@ -1,4 +1,4 @@
-"""Worker set: objects of one kind on the ranks of a pool, and calls to them.
+"""Worker set: objects of one kind on the ranks of a pool, and their calls.
 
     WorkerSet.call(index, method, arguments) ─> Backend.submit ─> the worker's process, in order ─> WorkerCall
 
@@ -34,7 +34,7 @@ class WorkerCall:
     reference: Any
     """Reference of the backend."""
     backend: Backend
-    """Backend that runs it."""
+    """Backend that runs the workers."""
 
     def read(self, deadline_s: float = DEADLINE_S) -> Any:
         """Return the result, or raise the call's error.

@@ -32,6 +32,7 @@ threads = 1
 """
 DQN = 'algorithm.name = "dqn"'
 SMALL = (DQN, "algorithm.batch_size = 8", "algorithm.learning_starts = 20")
+SAC = ('environment.id = "Pendulum-v1"', 'algorithm.name = "sac"')
 TEAM = (
     f'environment.id = "{FAULTY}:Team"',
     'policies = { ppo = ".*", dqn = "nobody" }',
@@ -53,6 +54,12 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("settings", "told"),
     [
         ((*SMALL, "algorithm.replay.capacity = 67"), "capacity is 67, and a fragment has 68 rows"),
+        ((*SMALL, 'network.kind = "lstm"'), "a transition of the buffer has no state of the LSTM"),
+        (('algorithm.name = "apex"', 'network.kind = "lstm"'), "no state of the LSTM"),
+        ((*SAC, 'network.kind = "cnn"'), "SAC's actor and critics are MLPs without convolutions"),
+        ((*SAC, 'network.activation = "tanh"'), "network.activation = 'tanh', which SAC does not read"),
+        ((*SAC, "network.shared = true"), "network.shared = true, which SAC does not read"),
+        ((*SAC, 'network.precision = "bfloat16"'), "precision = 'bfloat16', which SAC does not read"),
         ((DQN, "algorithm.replay.capacity = 1000"), "first update needs 1000 transitions"),
         ((DQN, "algorithm.replay.capacity = 1_000_000_000_000"), "set algorithm.replay.capacity to at most"),
         (('algorithm.name = "apex"', "algorithm.shards = 30", "algorithm.replay.capacity = 2000"), "2040"),

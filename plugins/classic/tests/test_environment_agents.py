@@ -12,6 +12,7 @@ import pytest
 from rillflow_classic.environments import make
 from rillflow_classic.environments.catalog import find
 from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.copies import Copies
 from rillflow_classic.environments.make import choose, make_environment, make_video_environment
 from rillflow_classic.environments.processes import ProcessEnvironment
 
@@ -99,8 +100,8 @@ def test_cheap_environments_run_inline_and_slow_ones_in_processes(
     monkeypatch.setattr(make, "measured_step_s", lambda _: step_s)
     monkeypatch.setattr(make, "num_cores", lambda: cores)
     settings = EnvironmentSettings(provider="gymnasium")
-    assert choose(settings, find(settings), num) == run
-    assert choose(settings.model_copy(update={"run": "inline"}), find(settings), num) == "inline"
+    assert choose(settings, find(settings), Copies(num)) == run
+    assert choose(settings.model_copy(update={"run": "inline"}), find(settings), Copies(num)) == "inline"
 
 
 def test_the_step_time_is_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -179,8 +179,8 @@ def test_continuous_actions_are_clipped_and_nan_is_refused(provider: str) -> Non
             "agents of Team have different spaces: .'a'.*'c'",
         ),
         (
-            {"id": "Blackjack-v1", "provider": "gymnasium"},
-            "the observations of 'Blackjack-v1' are Tuple",
+            {"id": "FrozenLake-v1", "provider": "gymnasium", "normalise_observations": True},
+            "environment.normalise_observations is set, and observations are Disc",
         ),
         (
             {"id": "FrozenLake-v1", "frame_stack": 3},
@@ -200,7 +200,7 @@ def test_no_slots_are_refused() -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "envpool_ids", frozenset)
-    with pytest.raises(ConfigError, match=r"EnvPool is not installed(?s:.*)rillflow\[classic\]"):
+    with pytest.raises(ConfigError, match=r"EnvPool is not installed(?s:.*)pip install envpool"):
         made("CartPole-v1", provider="envpool")
     assert made("CartPole-v1").num_slots == 3, "Gymnasium has it too"
 
@@ -225,6 +225,25 @@ def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rillflow.cli.main", "run", "own/run.toml", "--dir", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_workers_and_a_resumed_run_find_the_neighbours_of_a_file(tmp_path: Path) -> None:
+    """Actors in forked processes, environments in processes of their own, and another working directory."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/physics_of_game.py").write_text("def fall(height):\n    return height - 1.0\n")
+    (tmp_path / "own/rules_of_game.py").write_text("END = 0.0\n")
+    (tmp_path / "own/game.py").write_text(NEIGHBOURS)
+    (tmp_path / "own/run.toml").write_text(NEIGHBOURS_RECIPE)
+    given = ["workers.place=process", "workers.transport=shared_memory", "environment.run=processes"]
+    for steps, folder in ((1, tmp_path), (2, Path("/"))):
+        words = [f"{tmp_path}/own/run.toml" if folder == Path("/") else "own/run.toml"]
+        words += ["--dir", f"{tmp_path}/run", "--set", f"algorithm.steps={steps}"]
+        words += [word for each in given for word in ("--set", each)]
+        command = [sys.executable, "-m", "rillflow.cli.main", "run", *words]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "resuming after step 1" in done.stdout and f"ppo {steps}/2" in done.stdout
 
 
 def test_a_file_is_found_beside_the_recipe(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class UnequalEnvironment:
     def __init__(self, slots: int) -> None:
         self.num_slots, self.agents = slots, ("",) * slots
         self.observation_space, self.action_space = spaces.Box(0, 9, (1,)), spaces.Discrete(2)
+        self.absent = np.zeros(slots, np.bool_)
         self.actions: list[Any] = []
         self.limit = 0
         self._at = np.zeros(slots, np.int64)

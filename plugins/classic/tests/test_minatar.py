@@ -29,7 +29,7 @@ def played(environment: VectorEnvironment, seed: int) -> list[np.ndarray]:
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "minatar", None)
-    with pytest.raises(ConfigError, match=r"(?s)Breakout-v1.*not installed.*rillflow-classic\[minatar\]"):
+    with pytest.raises(ConfigError, match=r"(?s)Breakout-v1.*not installed.*plugins/classic\[minatar\]"):
         make_environment(BREAKOUT, 2)
 
 

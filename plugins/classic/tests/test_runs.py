@@ -15,10 +15,12 @@ from rillflow.cli.main import main
 from rillflow.errors import ConfigError, RunDirectoryError
 from rillflow.runs import layout
 from rillflow.runs.json_lines import read_lines
+from rillflow.runs.outcome import rate_setting
+from rillflow.runs.run_data import load
 from rillflow.serving.token import Token
-from rillflow.watch.indexing import IndexingProcess
-from rillflow.watch.server import application
-from rillflow.watch.watched_runs import WatchedRuns
+from rillflow_parts.watch.indexing import IndexingProcess
+from rillflow_parts.watch.server import application
+from rillflow_parts.watch.watched_runs import WatchedRuns
 
 RECIPE: dict[str, Any] = {
     "kind": "classic",
@@ -101,6 +103,15 @@ def test_a_run_writes_what_every_run_writes(recipe: Path, capsys: pytest.Capture
     assert json.loads((run / layout.FINISHED).read_text())["steps"] == 10
     page = (run / layout.REPORT).read_text()
     assert "Mean return on 4 episodes" in page and "Episode return" in page
+    assert "environment steps" in page and "frames per second" in page and "best return" in page
+    steps = sum(
+        line.data["metrics"]["actor/steps/sum"]["sum"] for line in read_lines(run / layout.METRICS).lines
+    )  # type: ignore[index, call-overload, misc]
+    facts = json.loads((run / "summary.json").read_text())["episodes"]
+    assert facts["steps"] == steps and facts["per_second"] > 0
+    assert facts["best"]["mean_reward"] == max(look["mean_reward"] for look in looks)
+    assert f"Environment steps  {steps:,} (" in said and "Best return        " in said
+    assert "play it:         rillflow play runs/small" in said
     assert main(["verify", str(run)]) == 0
     assert main(["timeline", str(run)]) == 0
     assert main(["run", str(recipe)]) == 0
@@ -108,7 +119,8 @@ def test_a_run_writes_what_every_run_writes(recipe: Path, capsys: pytest.Capture
 
 
 DQN = {"algorithm.name": "dqn", "algorithm.learning_starts": 100, "algorithm.updates": 2}
-TWO = {
+SMALL_DQN = ("algorithm.dqn.learning_starts=100", "algorithm.dqn.updates=2")
+TWO: dict[str, Any] = {
     "environment": {"id": "MultiAgentCartPole-v0", "run": "inline"},
     "policies": {"ppo": "agent_[02]", "dqn": "agent_[13]"},
     "algorithm": {"name": "two_trainers", "steps": 10, "dqn": {"learning_starts": 100, "updates": 2}},
@@ -172,13 +184,10 @@ def test_a_dict_is_a_recipe(tmp_path: Path) -> None:
     assert rillflow.open_run(run.path).report().is_file()
 
 
-def test_an_algorithm_and_an_environment_of_the_users_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_algorithm_and_an_environment_of_the_users_run(tmp_path: Path) -> None:
     """The examples of the guide; the return rises from below 0 to nearly that of the shortest way."""
     examples = Path(__file__).parents[1] / "examples"
-    monkeypatch.syspath_prepend(examples)
-    settings = {"algorithm": {"name": "reinforce:REINFORCE", "steps": 100, "lr": 3e-3}}
+    settings = {"algorithm": {"name": "reinforce.py:REINFORCE", "steps": 100, "lr": 3e-3}}
     run = rillflow.train(examples / "corridor.toml", dir=tmp_path / "run", settings=settings, quiet=True)
     assert run.evaluations[0].value < 0.0 and run.evaluations[-1].value > 0.4
     assert rillflow.open_run(run.path).is_finished
@@ -243,9 +252,51 @@ def test_arguments_of_language_models_are_refused(recipe: Path) -> None:
 
 def test_commands_about_language_models_say_so(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rillflow.train(recipe, dir="run", quiet=True, settings={"algorithm.steps": 1, "evaluate.episodes": 0})
-    for words in (["ask", "run", "hello"], ["evaluate", "run"], ["replay", "run"]):
-        assert main(words) != 0
-        assert "trains no language model" in capsys.readouterr().err
+    for words in (
+        ["ask", "run", "hello"],
+        ["evaluate", "run"],
+        ["replay", "run"],
+        ["serve", "run"],
+        ["merge-adapter", "run", "--out", "merged"],
+    ):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "trains no language model" in said and "rillflow play run" in said
+        assert "rillflow_classic.load('run')" in said and "Traceback" not in said
+    with pytest.raises(ConfigError, match="rillflow play run"):
+        rillflow.open_run("run").checkpoint()
+    model = {"policy": {"model": {"path": "run"}}, "task": {"source": "arithmetic"}}
+    with pytest.raises(ConfigError, match="trains no language model"):
+        rillflow.train({**model, "algorithm": {"name": "grpo", "steps": 1}}, dir="other", quiet=True)
+
+
+def test_the_advice_names_a_rate_that_the_recipe_has(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(
+        TOML.replace('id = "CartPole-v1"\nprovider = "gymnasium"', 'id = "MultiAgentCartPole-v0"')
+    )
+    words = [f"{key}={json.dumps(value)}" for key, value in TWO["policies"].items()]
+    settings = ["algorithm.name=two_trainers", "algorithm.steps=1", "evaluate.episodes=1", *SMALL_DQN]
+    settings += [f"policies.{word}" for word in words]
+    assert main(["run", str(recipe), "--dir", "run", *(w for s in settings for w in ("--set", s))]) == 0
+    said = capsys.readouterr().out
+    assert "policy.lr" not in said and "samples" not in said, "this kind of recipe has neither"
+    assert rate_setting(load(Path("run"))) == "algorithm.ppo.lr"
+
+
+def test_play_shows_the_returns_and_films(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pygame")
+    run = rillflow.train(recipe, dir="run", quiet=True, settings={"algorithm.steps": 1})
+    assert main(["play", "run", "--video", "episode.webp"]) == 0
+    said = capsys.readouterr().out
+    assert run.evaluations[-1].text in said and said.count("episode ") == 4
+    assert Path("episode.webp").read_bytes()[:4] == b"RIFF"
+    assert main(["play", "run", "--episodes", "2", "--sample", "--seed", "1", "--checkpoint", "1"]) == 0
+    assert "sampled actions" in capsys.readouterr().out
+    for words in (["--video", "episode.webp"], ["--video", "a.mp4"], ["--episodes", "0"]):
+        assert main(["play", "run", *words]) == 2
+    assert "fix:" in capsys.readouterr().err
 
 
 def test_check_shows_settings_and_spaces_and_graph_draws_the_plan(

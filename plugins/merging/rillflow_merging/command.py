@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rillflow.app.trained import model_directory, write_merged
+from rillflow.app.trained import model_directory
 from rillflow.errors import ConfigError, DataError, ModelError, RunDirectoryError
 from rillflow.models.locate import found_adapter
 from rillflow.runs import layout
@@ -22,6 +22,7 @@ from rillflow.tasks.kinds import PROMPTS
 from rillflow.tasks.task import open_task
 from rillflow_merging.merge import MergeSettings, merge
 from rillflow_merging.stream import require_new
+from rillflow_parts.adapters.merged import write_merged
 
 
 def merge_models(
@@ -56,8 +57,8 @@ def merge_models(
     with _whole([model_of(source) for source in sources], out) as parents:
         if settings.method != "greedy":
             return merge(parents, out, settings, None if base is None else model_of(base), texts=texts)
-        from rillflow.app.held_out import held_out_score
         from rillflow_merging.soup import greedy_soup
+        from rillflow_parts.answers.held_out import held_out_score
 
         if recipe is None or settings.weights is not None:
             raise ConfigError(

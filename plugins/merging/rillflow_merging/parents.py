@@ -239,7 +239,8 @@ def _require_same_tokens(one: Parent, other: Parent) -> None:
     there = [file.is_file() for file in files]
     if not any(there) or (all(there) and files[0].read_bytes() == files[1].read_bytes()):
         return
-    from rillflow.models.tokenizer import Tokenizer, load_tokenizer
+    from rillflow.models.load_tokenizer import load_tokenizer
+    from rillflow.models.tokenizer import Tokenizer
 
     mine, theirs = (
         Tokenizer(load_tokenizer(str(each.directory), as_written=True, whole=False), stop_tokens=())

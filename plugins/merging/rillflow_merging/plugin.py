@@ -9,7 +9,7 @@ from rillflow.app.plugins import SHIPPED, Command, Plugin
 
 
 def merge(arguments: argparse.Namespace) -> int:
-    """``rillflow merge``: merge several models into one."""
+    """``rillflow merge``: merge several models into a new model."""
     from rillflow_merging.command import merge_models
     from rillflow_merging.merge import MergeSettings
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan, Predicted
-from rillflow_planner.cost_model.given import GivenCosts
-from rillflow_planner.evaluate import StepEvaluation, evaluate, stages_by_name
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.evaluate import StepEvaluation, evaluate, in_turn, last_s, stages_by_name, tasks_of
 from rillflow_planner.hardware import Factors
 from rillflow_planner.problem import Problem, Work
 
@@ -34,6 +34,8 @@ PRIOR = 0.05
 """Weight of a factor's log distance from its guess, relative to 1 for a stage's log error: stages are
 measured to within a twentieth, factors are known to within a factor of e.
 """
+FAR = 3.0
+"""A fitted factor this many times its guess, or a part of it, is reported."""
 ROUNDS = 40
 """Largest number of fit steps."""
 LEAST = math.log(1e-4)
@@ -64,10 +66,21 @@ class Observation:
         names = {stage.name for stage in graph.stages if self.problem.work(stage) in MODELLED}
         return {name: spent for name, spent in self.stages_s.items() if name in names and spent > 0}
 
-    def evaluated(self, factors: Factors, stages_s: Mapping[str, float] | None = None) -> StepEvaluation:
-        """Return the cost of the plan with other factors, or with given seconds for some stages."""
+    def evaluated(self, factors: Factors) -> StepEvaluation:
+        """Return the cost of the plan with other factors."""
         problem = replace(self.problem, hardware=replace(self.problem.hardware, factors=factors))
-        return evaluate(problem, GivenCosts(problem, stages_s or {}), self.plan)
+        return evaluate(problem, CostModel(problem), self.plan)
+
+    def inside_s(self, factors: Factors) -> float:
+        """Return the seconds of the stages of a step, as measured, else computed; measured ones include the
+        transfers of their inputs.
+        """
+        timings, graph = self.evaluated(factors).timings, self.problem.graph
+        names = [timing.name for timing in timings]
+        shares = {name: spent / names.count(name) for name, spent in self.modelled.items()}
+        seconds = [shares.get(timing.name, timing.seconds) for timing in timings]
+        pools, moved = [timing.pool for timing in timings], [0.0] * len(graph.edges)
+        return last_s(in_turn(tasks_of(graph, seconds=seconds, pools=pools, transfers=moved)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +93,8 @@ class Calibration:
     """Measured and fitted seconds of every stage that depends on the factors."""
     at_limit: tuple[str, ...]
     """Shares fitted to 1: the device is faster than its description."""
+    moved: Mapping[str, float]
+    """Factors that left their guess by more than ``FAR`` times, with fitted over guess."""
 
 
 def calibrate(observations: Sequence[Observation], names: Sequence[str] | None = None) -> Calibration:
@@ -130,7 +145,10 @@ def calibrate(observations: Sequence[Observation], names: Sequence[str] | None =
     factors = replace(factors, **_overheads(observations, factors))
     shared = [name for name, share in zip(names, shares, strict=True) if share]
     limits = [name for name in shared if math.isclose(vars(factors)[name], 1.0)]
-    return Calibration(factors=factors, stages=tuple(stages_at(factors)), at_limit=tuple(limits))
+    times = {name: vars(factors)[name] / vars(guess)[name] for name in names}
+    moved = {name: one for name, one in times.items() if max(one, 1 / one) > FAR}
+    stages = tuple(stages_at(factors))
+    return Calibration(factors=factors, stages=stages, at_limit=tuple(limits), moved=moved)
 
 
 def least_squares(
@@ -169,8 +187,7 @@ def least_squares(
 
 def _overheads(observations: Sequence[Observation], factors: Factors) -> Mapping[str, float]:
     """Return the seconds outside stages: per step from phases without recorded rows, the rest per row."""
-    bare = replace(factors, step_s=0.0, step_row_s=0.0)
-    rests = [(one, max(one.step_s - one.evaluated(bare, one.modelled).step_s, 0.0)) for one in observations]
+    rests = [(one, max(one.step_s - one.inside_s(factors), 0.0)) for one in observations]
     step_s = min((rest_s for one, rest_s in rests if not one.is_recorded), default=0.0)
     rows = [max(rest_s - step_s, 0.0) / one.problem.workload.rows for one, rest_s in rests if one.is_recorded]
     return {"step_s": step_s, "step_row_s": max(rows, default=0.0)}

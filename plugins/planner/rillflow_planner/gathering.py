@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from random import Random
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
 from rillflow.placement.grid import Grid
@@ -28,7 +31,9 @@ from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.evaluate import StepEvaluation
 from rillflow_planner.problem import Problem, Work
 from rillflow_planner.ranking import PAYS
+from rillflow_planner.workload import require_within
 
+Floats = NDArray[np.float64]
 LATE = 0.8
 """Share of the rows that are shorter than the one whose move is priced."""
 MOST_ROWS = 4096
@@ -59,36 +64,26 @@ class Tail:
     """Seconds to compute the KV cache of a row again there."""
 
     def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
+        if not self.lengths:
             raise PlanError(
-                f"{len(self.lengths)} rows, of which the shortest has {min(self.lengths, default=0)} tokens",
+                "no lengths of rows are known",
                 why="the moment to gather rows depends on the lengths of completions",
                 fix="run a step first, or give a distribution of lengths",
             )
-        if min(self.replicas, self.most_rows) < 1:
-            raise PlanError(
-                f"{self.replicas} replicas with {self.most_rows} rows each",
-                why="a tail needs at least one replica that runs at least one row",
-                fix="correct the counts",
-            )
-        if not all(0 <= s < math.inf for s in (self.score_row_s, self.send_row_s, self.reread_row_s)):
-            raise PlanError(
-                f"scoring, sending, rereading a row: {self.score_row_s}, {self.send_row_s}, "
-                f"{self.reread_row_s} seconds",
-                why="seconds are finite and at least 0",
-                fix="correct the seconds",
-            )
+        require_within("the shortest completion", min(self.lengths), 1, math.inf)
+        for name in ("replicas", "most_rows", "score_row_s", "send_row_s", "reread_row_s"):
+            require_within(name, vars(self)[name], int(not name.endswith("_s")), sys.float_info.max)
 
     @cached_property
-    def parts(self) -> list[tuple[tuple[int, ...], list[float]]]:
+    def parts(self) -> list[tuple[Floats, Floats]]:
         """Ascending lengths of the rows of each replica, and when they end without gathering."""
-        parts = [tuple(sorted(self.lengths[one :: self.replicas])) for one in range(self.replicas)]
+        parts = [np.sort(self.lengths[one :: self.replicas]) for one in range(self.replicas)]
         return [(part, _ends_s(self, part)) for part in parts]
 
     @cached_property
-    def ends_s(self) -> list[float]:
+    def ends_s(self) -> Floats:
         """When the rows end without gathering, in ascending order."""
-        return sorted(end for _, ends in self.parts for end in ends)
+        return np.sort(np.concatenate([ends for _, ends in self.parts]))
 
     @property
     def move_row_s(self) -> float:
@@ -106,7 +101,7 @@ class Tail:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
+class GatheringGain:
     """A batch with a threshold and a number of replicas for its tail."""
 
     rows: int
@@ -123,46 +118,40 @@ class Gathered:
     """T(R, m): when the last row is scored."""
 
 
-def gathered(tail: Tail, rows: int, replicas: int) -> Gathered:
+def gathered(tail: Tail, rows: int, replicas: int) -> GatheringGain:
     """Return the times of a batch that gathers its last ``rows`` rows on ``replicas`` replicas.
 
     Raises:
         PlanError: more rows than the batch has, or more than the replicas can run.
     """
     count = len(tail.lengths)
-    if not 0 <= rows <= count:
-        raise PlanError(
-            f"the threshold is {rows} rows, the batch has {count}",
-            why="only rows of the batch can be unfinished",
-            fix=f"take 0 to {count}; about a fifth of the batch is a good start",
-        )
-    if rows and not tail.least_replicas(rows) <= replicas <= tail.replicas:
-        raise PlanError(
-            f"{rows} rows on {replicas} of {tail.replicas} replicas",
-            why=f"a replica runs {tail.most_rows} rows after gathering",
-            fix=f"take {tail.least_replicas(rows)} to {tail.replicas} replicas, or a lower threshold",
-        )
-    ordered = tail.ends_s
-    begin_s = ordered[count - rows - 1] if rows < count else 0.0
-    if not rows:
-        return _scored(tail, ordered, [begin_s] * tail.replicas, begin_s, 0.0, (0, 0))
-    left = [_left_tokens(tail, part, begin_s) for part in tail.parts]
-    left.sort(key=len, reverse=True)
+    require_within("the threshold of rows to gather", rows, 0, count)
+    replicas = replicas if rows else 0
+    what = f"the number of replicas for {rows} rows, {tail.most_rows} on each,"
+    require_within(what, replicas, tail.least_replicas(rows), tail.replicas)
+    begin_s = float(tail.ends_s[count - rows - 1]) if rows < count else 0.0
+    left = sorted((_left_tokens(part, begin_s) for part in tail.parts), key=len, reverse=True)
     kept, moving = left[:replicas], [tokens for part in left[replicas:] for tokens in part]
     received = [0] * replicas
     for tokens in sorted(moving, reverse=True):
         place = min(range(replicas), key=lambda one: len(kept[one]))
         kept[place].append(tokens)
         received[place] += 1
-    move_s = max(received) * tail.move_row_s
-    tails = [[begin_s + move_s + end for end in _ends_s(tail, part)] for part in kept]
-    done = [end for end in ordered if end <= begin_s] if rows < count else []
-    done += sorted(end for part in tails for end in part)
-    free = [begin_s] * (tail.replicas - replicas) + [max(part, default=begin_s) for part in tails]
-    return _scored(tail, done, free, begin_s, move_s, (rows, replicas))
+    move_s = max(received, default=0) * tail.move_row_s
+    tails = [begin_s + move_s + _ends_s(tail, part) for part in kept]
+    done = [*tail.ends_s[tail.ends_s <= begin_s].tolist(), *np.sort(np.concatenate([[], *tails])).tolist()]
+    free = [begin_s] * (tail.replicas - replicas) + [float(part.max(initial=begin_s)) for part in tails]
+    return GatheringGain(
+        rows=rows,
+        replicas=replicas,
+        begin_s=begin_s,
+        move_s=move_s,
+        tail_end_s=max(done),
+        total_s=_scored_s(tail, done, free),
+    )
 
 
-def best_gathering(tail: Tail, *, step: float = 0.05, most: float = 0.5) -> Gathered:
+def best_gathering(tail: Tail, *, step: float = 0.05, most: float = 0.5) -> GatheringGain:
     """Return the threshold and the number of replicas of the least ``total_s``; no gathering wins ties.
 
     Args:
@@ -262,66 +251,26 @@ def _tail(problem: Problem, sampler: Seat, decoder: Decoder, scoring_s: float) -
     return tail, times
 
 
-def _ends_s(tail: Tail, tokens: Sequence[float]) -> list[float]:
+def _ends_s(tail: Tail, tokens: Sequence[float] | Floats) -> Floats:
     """Return when rows with these remaining tokens end that begin together, in ascending order."""
-    now, reached, found = 0.0, 0.0, []
-    ordered = sorted(tokens)
-    for place, length in enumerate(ordered):
-        now += (length - reached) * tail.token_s(len(ordered) - place)
-        reached = length
-        found.append(now)
-    return found
+    steps_s = [tail.token_s(rows) for rows in range(len(tokens), 0, -1)]
+    return np.cumsum(np.diff(np.sort(tokens), prepend=0.0) * steps_s)
 
 
-def _left_tokens(tail: Tail, part: tuple[tuple[int, ...], list[float]], at_s: float) -> list[float]:
+def _left_tokens(part: tuple[Floats, Floats], at_s: float) -> list[float]:
     """Return the remaining tokens of a replica's unfinished rows at a time."""
     ordered, ends = part
-    ended = bisect_right(ends, at_s)
-    if ended == len(ordered):
-        return []
-    since_s, reached = (ends[ended - 1], ordered[ended - 1]) if ended else (0.0, 0)
-    reached_now = reached + (at_s - since_s) / tail.token_s(len(ordered) - ended)
-    return [length - reached_now for length in ordered[ended:]]
+    reached = np.interp(at_s, [0.0, *ends], [0.0, *ordered])
+    left: list[float] = (ordered[ends > at_s] - reached).tolist()
+    return left
 
 
-def _scored(
-    tail: Tail, done: list[float], free: list[float], begin_s: float, move_s: float, chosen: tuple[int, int]
-) -> Gathered:
-    """Return the times of scoring: every row as soon as it has ended and a replica is free."""
-    known = bisect_right(done, begin_s)
-    free = _busy_until(free, known, tail.score_row_s)
+def _scored_s(tail: Tail, done: list[float], free: list[float]) -> float:
+    """Return when all rows are scored: every row as soon as it has ended and a replica is free."""
     heapq.heapify(free)
-    last = max(done[-1], max(free) if known else 0.0)
-    for end in done[known:]:
-        scored = max(heapq.heappop(free), end) + tail.score_row_s
-        heapq.heappush(free, scored)
+    last = done[-1]
+    for end in done:
+        scored = max(free[0], end) + tail.score_row_s
+        heapq.heapreplace(free, scored)
         last = max(last, scored)
-    return Gathered(
-        rows=chosen[0],
-        replicas=chosen[1],
-        begin_s=begin_s,
-        move_s=move_s,
-        tail_end_s=done[-1],
-        total_s=last,
-    )
-
-
-def _busy_until(free: list[float], rows: int, row_s: float) -> list[float]:
-    """Return when replicas are free again after these rows, which all wait; each takes the first free one.
-
-    Whole rounds of rows up to a common time are counted, and only the last ones dealt one by one.
-    """
-    low, high = min(free), max(free) + rows * row_s
-
-    def begun(until_s: float) -> list[int]:
-        return [max(math.ceil((until_s - one) / row_s), 0) for one in free]
-
-    for _ in range(40 if row_s > 0 else 0):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(begun(middle)) <= rows else (low, middle)
-    counts = begun(low) if row_s > 0 else [0] * len(free)
-    busy = [one + count * row_s for one, count in zip(free, counts, strict=True)]
-    heapq.heapify(busy)
-    for _ in range(rows - sum(counts) if row_s > 0 else 0):
-        heapq.heappush(busy, heapq.heappop(busy) + row_s)
-    return busy
+    return last

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,6 +100,8 @@ class EngineFactors:
     """Whether admission counts rows: (k + 1) steps' rows may be begun and not trained when weights arrive,
     and a batch takes the rows that end first, of any age. Otherwise no row is older than the bound.
     """
+    scatters: bool = False
+    """Whether ranks of a job that is larger than a rack may lie in any racks, so only a node's are joined."""
     holds_prompts: bool = False
     """Whether a prompt counts as in flight until its longest answer has ended."""
     cache: Share = 1.0
@@ -132,7 +134,7 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """Errors of predicted changes of a step, such as from twice the devices, on published pairs."""
+    """Error of predicted speed-ups against published pairs."""
 
     median: float
     """Median of the absolute difference, in points of the step."""
@@ -151,6 +153,26 @@ class Gain:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnfittedErrors:
+    """Published steps of another kind than those of a fit, as multiples of their predictions."""
+
+    of: str
+    """Whose steps they are, and on which devices or in which precision."""
+    steps: int
+    """Number of steps."""
+    low: float
+    """Smallest measured over predicted seconds."""
+    high: float
+    """Largest measured over predicted seconds."""
+
+    @property
+    def text(self) -> str:
+        """The errors in words."""
+        took = f"took {self.low:g} to {self.high:g} times the predicted seconds"
+        return f"{self.steps} published steps {self.of} {took}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Published:
     """What was measured of a stack."""
 
@@ -159,7 +181,7 @@ class Published:
     steps: Mapping[str, Sequence[str]]
     """The policy's stages of a step, by algorithm."""
     devices: Sequence[str]
-    """Types of devices of the published steps."""
+    """Types of devices with errors of steps that were left out of the fit."""
     placed: Accuracy | None = None
     """Errors for given layouts."""
     searched: Accuracy | None = None
@@ -168,8 +190,14 @@ class Published:
     """Errors of the change from twice the devices."""
     ahead: Gain | None = None
     """Errors of the change from running a step ahead."""
+    unfitted: UnfittedErrors | None = None
+    """Errors of other stacks and devices."""
+    float8: UnfittedErrors | None = None
+    """Errors of steps in FP8."""
 
 
+MOST_SIZES = 128
+"""Largest number of sizes of a pool in whole machines."""
 _OVERHEADS = {"step_s", "step_row_s"}
 UNFITTED = "default"
 """Factor set of a cluster file that names none."""
@@ -208,6 +236,10 @@ class Device:
     """Bandwidth to host memory, in bytes per second."""
     source: str = ""
     """Source of these numbers."""
+    machine: tables.Count = 8
+    """Devices of a usual machine."""
+    rack: Annotated[int, tables.whole(0)] = 0
+    """Devices of a rack that are joined as in a machine; 0 if racks are not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,10 +263,18 @@ class Fleet:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Possible numbers of devices of a pool: divisors of a machine, or whole machines."""
+        """Possible numbers of devices of a pool: divisors of a machine, or whole machines.
+
+        Of many machines they are powers of two, multiples of one that leave ``MOST_SIZES``, and even parts.
+        """
         small = [size for size in range(1, self.per_machine) if self.per_machine % size == 0]
-        whole = range(self.per_machine, self.devices + 1, self.per_machine)
-        return tuple(size for size in (*small, *whole) if size <= self.devices)
+        step = 1
+        while self.machines > MOST_SIZES * step:
+            small.append(step * self.per_machine)
+            step *= 2
+        whole = range(step * self.per_machine, self.devices + 1, step * self.per_machine)
+        parts = [self.devices // part for part in (1, 2, 4, 8) if self.machines % part == 0]
+        return tuple(size for size in sorted({*small, *whole, *parts}) if size <= self.devices)
 
     @property
     def machines(self) -> int:
@@ -306,8 +346,15 @@ def shipped_stacks() -> dict[str, Hardware]:
             calibrated=data["fitted"],
             published=_published(data.get("published")),
         )
-        for name, data in _shipped("stacks").items()
+        for name, data in _with_origins(_shipped("stacks")).items()
     }
+
+
+def _with_origins(stacks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the factor sets; one with an origin (``of``) has its tables, and changes of its engine."""
+    origins = {name: stacks[one["of"]] if "of" in one else {} for name, one in stacks.items()}
+    engines = {name: origins[name].get("engine", {}) | one.get("engine", {}) for name, one in stacks.items()}
+    return {name: {**origins[name], **one, "engine": engines[name]} for name, one in stacks.items()}
 
 
 def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
@@ -334,6 +381,9 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     doubled = next((label for label in labels if labels.count(label) > 1), None)
     if doubled is not None:
         raise PlanError(f"{name} has two machine types called {doubled!r}", fix="give each a different name")
+    published = stack.published
+    if changed and published is not None:
+        published = replace(published, placed=None, searched=None, doubled=None, ahead=None)
     return Hardware(
         name=said.get("name", name),
         fleets=fleets,
@@ -341,14 +391,15 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
         engine=read(EngineFactors, engine, f"{name}, engine", stack.engine),
         calibrated=said.get("calibrated", "" if changed else stack.calibrated),
         stack="" if changed or said["like"] == UNFITTED else said["like"],
-        published=None if changed else stack.published,
+        published=published,
     )
 
 
 def _published(data: Mapping[str, Any] | None) -> Published | None:
     if data is None:
         return None
-    kinds = {"placed": Accuracy, "searched": Accuracy, "doubled": Gain, "ahead": Gain}
+    kinds: dict[str, Any] = {"placed": Accuracy, "searched": Accuracy, "doubled": Gain, "ahead": Gain}
+    kinds |= {"unfitted": UnfittedErrors, "float8": UnfittedErrors}
     return Published(**{key: kinds[key](**one) if key in kinds else one for key, one in data.items()})
 
 
@@ -359,7 +410,7 @@ def _shipped(name: str) -> dict[str, Any]:
 def _devices(data: Mapping[str, Any], where: str) -> dict[str, Device]:
     devices: dict[str, Device] = named(Device, data, where)
     for name, device in devices.items():
-        _require_slower(device.inside_bandwidth, device.memory_bandwidth, f"{where}.{name}, inside")
+        require_slower(device.inside_bandwidth, device.memory_bandwidth, f"{where}.{name}, inside")
     return devices
 
 
@@ -381,7 +432,7 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
         )
     alone = said.get("between", device.inside_bandwidth)
     between = said["between_machine"] / per_machine if "between_machine" in said else alone
-    _require_slower(between, device.memory_bandwidth, f"{where}, the link between machines")
+    require_slower(between, device.memory_bandwidth, f"{where}, the link between machines")
     return Fleet(
         name=said.get("name", device.name.lower()),
         device=device,
@@ -408,7 +459,7 @@ def _counted(said: Mapping[str, int], where: str) -> tuple[int, int]:
     return count, each
 
 
-def _require_slower(link: float, memory: float, where: str) -> None:
+def require_slower(link: float, memory: float, where: str) -> None:
     if link > memory:
         raise PlanError(
             f"{where} is {link / 1e9:g} GB/s",

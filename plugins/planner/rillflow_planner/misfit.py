@@ -33,7 +33,8 @@ def no_plan_fits(problem: Problem, costs: CostsOf) -> PlanError:
     missing, where = _missing(problem, own)
     why = f"every device lacks {size(missing)}: {where}"
     if not math.isfinite(missing):
-        why = f"no grid splits the model evenly: {where}"
+        rows = " and the rows of an optimiser step" if problem.layouts.equal_rows else ""
+        why = f"no grid splits the model{rows} evenly: {where}"
     elif not missing:
         why = f"no memory is left to generate a single row: {where}"
     fixes, fits = _changes(problem, costs, missing)

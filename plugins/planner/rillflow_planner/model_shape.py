@@ -1,34 +1,16 @@
 """Model shape: the sizes of a decoder that determine its cost, for dense models and mixtures of experts.
 
-config.json ─> ModelShape ─> parameters, FLOPs per token, bytes of KV cache per token
+config.json ─ model_config ─> ModelShape ─> parameters, FLOPs per token, bytes of KV cache per token
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
-from rillflow.errors import PlanError, nearest
 from rillflow.placement.grid import Numbers
-from rillflow.placement.tables import YES, checked, whole
-
-_MOST = 100_000_000
-"""Largest accepted size."""
-KNOWN = (
-    *("llama", "mistral", "qwen2", "qwen3", "gpt2", "phi3", "gemma", "gemma2", "olmo2", "smollm3"),
-    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"),
-)
-"""Model types whose config names its sizes as expected here."""
-_TYPE = checked(
-    lambda kind: kind if kind in KNOWN else None,
-    "the planner does not know the cost of this model type; known types are " + ", ".join(KNOWN),
-    known=KNOWN,
-)
-_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +52,10 @@ class ModelShape:
     """Intermediate size of one expert."""
     shared_experts: int = 0
     """Number of experts that compute every token."""
+    shared_inner: int = 0
+    """Intermediate size of one shared expert if it differs from a routed one; 0: ``expert_inner``."""
+    expert_width: int = 0
+    """Size of the tokens that routed experts compute, if it differs from the hidden size; 0: ``hidden``."""
     dense_layers: int = 0
     """Number of layers with a dense feed-forward block in a mixture of experts."""
     latent: int = 0
@@ -80,6 +66,29 @@ class ModelShape:
     """Size of a value head if it differs from a key head; 0: ``head_dim``."""
     rotary: int = 0
     """Rotary dimensions of a key with latent attention; the other dimensions come from the latent."""
+    gates_queries: bool = False
+    """Whether the query projection also returns a gate for every number of the heads' output."""
+    windowed_layers: int = 0
+    """Number of layers that attend to at most ``window`` tokens."""
+    window: int = 0
+    """Tokens that a windowed layer attends to."""
+    linear_layers: int = 0
+    """Number of layers that mix tokens by a recurrent state: linear attention or a state-space model."""
+    linear_parameters: int = 0
+    """Parameters of the projections of one such layer."""
+    linear_state: int = 0
+    """Numbers of a row's recurrent state in one such layer."""
+    unattended_layers: int = 0
+    """Number of layers without attention over tokens; they are linear, or only a feed-forward block."""
+    unfed_layers: int = 0
+    """Number of layers without a feed-forward block."""
+    vectors: int = 0
+    """Parameters of the whole model outside matrices: norms, biases, convolutions, sinks, positions."""
+    keeps_attention: bool = False
+    """Whether Rillflow's attention cannot replace the model's: some layers have a state, or attend in chunks.
+    """
+    excluded: str = ""
+    """Part of the config that is not counted, such as a vision encoder."""
 
     @property
     def is_mixture(self) -> bool:
@@ -90,12 +99,13 @@ class ModelShape:
     def attention_parameters(self) -> int:
         """Attention parameters of one layer: query, key, value and output projections.
 
-        Grouped: h (q + 2 kv) d + q d h. Latent: h q_l + q_l q d + h (l + r) + l q (d - r + v) + q v h, after
-        DeepSeek-V2, 2405.04434, 2.1.
+        Grouped: h (q + 2 kv) d + q d h, and h q d for a gate. Latent: h q_l + q_l q d + h (l + r)
+        + l q (d - r + v) + q v h, after DeepSeek-V2, 2405.04434, 2.1.
         """
         width = self.heads * self.head_dim
         if not self.latent:
-            return self.hidden * (width + 2 * self.kv_heads * self.head_dim) + width * self.hidden
+            projected = (1 + self.gates_queries) * width + 2 * self.kv_heads * self.head_dim
+            return self.hidden * projected + width * self.hidden
         query = (self.hidden + width) * self.query_latent or self.hidden * width
         inner = self.latent - self.rotary
         made = inner * self.heads * (self.head_dim - self.rotary + self.value_width)
@@ -109,12 +119,17 @@ class ModelShape:
     @property
     def expert_parameters(self) -> int:
         """Parameters of one routed expert of one layer."""
-        return self.matrices * self.hidden * self.expert_inner
+        return self.matrices * (self.expert_width or self.hidden) * self.expert_inner
+
+    @property
+    def attending_layers(self) -> int:
+        """Number of layers with attention over tokens."""
+        return self.layers - self.unattended_layers
 
     @property
     def mixture_layers(self) -> int:
         """Number of layers with routed experts."""
-        return self.layers - self.dense_layers if self.is_mixture else 0
+        return self.layers - self.unfed_layers - self.dense_layers if self.is_mixture else 0
 
     @property
     def routed_parameters(self) -> int:
@@ -128,17 +143,20 @@ class ModelShape:
 
     @cached_property
     def trunk_parameters(self) -> int:
-        """Parameters of all layers without routed experts and without norms (less than a thousandth)."""
+        """Parameters of the matrices of all layers without routed experts."""
         dense = self.matrices * self.hidden * self.inner
-        mixed = self.shared_experts * self.expert_parameters + self.hidden * self.experts
-        blocks = (self.layers - self.mixture_layers) * dense + self.mixture_layers * mixed
-        return self.layers * self.attention_parameters + blocks
+        shared = self.shared_experts * self.matrices * self.hidden * (self.shared_inner or self.expert_inner)
+        mixed = shared + self.hidden * (self.experts + 2 * self.expert_width)
+        blocks = (self.layers - self.unfed_layers - self.mixture_layers) * dense + self.mixture_layers * mixed
+        mixers = self.attending_layers * self.attention_parameters
+        return mixers + self.linear_layers * self.linear_parameters + blocks
 
     @cached_property
     def parameters(self) -> int:
         """All trainable parameters; a tied head counts once."""
         head = 0 if self.is_tied and not self.is_scalar else self.head_parameters
-        return self.vocabulary * self.hidden + self.trunk_parameters + self.routed_parameters + head
+        layers = self.trunk_parameters + self.routed_parameters + self.vectors
+        return self.vocabulary * self.hidden + layers + head
 
     @cached_property
     def shared_parameters(self) -> int:
@@ -155,19 +173,43 @@ class ModelShape:
         """Parameters that one token is multiplied with: the trunk, its experts and the head."""
         return self.trunk_parameters + self.chosen_parameters + self.head_parameters
 
+    def seen_layers(self, context_tokens: Numbers = 0) -> Numbers:
+        """Return the attending layers; a windowed one counts by the part of this context that it sees."""
+        if not self.windowed_layers:
+            return self.attending_layers
+        hidden_part = 1.0 - np.minimum(1.0, self.window / np.maximum(context_tokens, 1.0))
+        return self.attending_layers - self.windowed_layers * hidden_part
+
     @cached_property
+    def layer_cache(self) -> int:
+        """Cached numbers of one token in one attending layer: keys and values, or a latent."""
+        return self.latent or self.kv_heads * (self.head_dim + self.value_width)
+
+    @property
     def cached_numbers(self) -> int:
-        """Cached numbers of one token in all layers: keys and values, or latents."""
-        return self.layers * (self.latent or self.kv_heads * (self.head_dim + self.value_width))
+        """Cached numbers of one token in all attending layers, before it leaves a window."""
+        return self.attending_layers * self.layer_cache
+
+    def cache_numbers(self, context_tokens: float) -> float:
+        """Return the cached numbers of a row with this context, per token: windows end, states stay."""
+        states = self.linear_layers * self.linear_state / max(context_tokens, 1.0)
+        return float(self.seen_layers(context_tokens)) * self.layer_cache + states
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of the matrix products of one token, forward: 2 per active parameter."""
-        return 2.0 * self.active_parameters
+        """FLOPs of one token outside attention, forward: 2 per active parameter, 6 per number of a state.
 
-    def attention_flops(self, context_tokens: float) -> float:
-        """Return attention FLOPs of one token: 2 (d + v) per head, layer and context token."""
-        return 2.0 * self.layers * self.heads * (self.head_dim + self.value_width) * context_tokens
+        A recurrent state decays, is corrected by the token, and is read (gated delta rule, arXiv 2412.06464).
+        """
+        return 2.0 * self.active_parameters + 6.0 * self.linear_layers * self.linear_state
+
+    def attention_flops(self, pairs: Numbers, context_tokens: Numbers = 0) -> Numbers:
+        """Return the FLOPs of pairs of tokens in attention: 2 (d + v) per head, layer and pair.
+
+        ``context_tokens`` is the mean context of a token, of which a windowed layer sees a part.
+        """
+        layers = self.seen_layers(context_tokens)
+        return 2.0 * layers * self.heads * (self.head_dim + self.value_width) * pairs
 
     def layer_numbers(self, tp: Numbers) -> Numbers:
         """Return the activations that one token keeps in one layer for the backward pass.
@@ -175,8 +217,11 @@ class ModelShape:
         6 h for norms and residuals; queries, keys, values, output and the feed-forward block over tp
         (Korthikanti et al., arXiv 2205.05198, 4, without the square terms that FlashAttention avoids).
         """
-        kept = self.heads * (self.head_dim + self.value_width) + 2 * self.kv_heads * self.head_dim
-        return np.add(6 * self.hidden, np.divide(kept + self.matrices * self.layer_inner, tp))
+        attention = self.heads * (self.head_dim + self.value_width) + 2 * self.kv_heads * self.head_dim
+        linear = self.linear_layers * self.linear_parameters / self.hidden
+        blocks = (self.layers - self.unfed_layers) * self.matrices * self.layer_inner
+        kept = (self.attending_layers * attention + linear + blocks) / self.layers
+        return np.add(6 * self.hidden, np.divide(kept, tp))
 
     @property
     def layer_inner(self) -> float:
@@ -184,76 +229,5 @@ class ModelShape:
         if not self.is_mixture:
             return self.inner
         chosen = self.experts_per_token + self.shared_experts
-        return chosen * (self.expert_inner + 2 * self.hidden / self.matrices)
-
-
-def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Read the shape from the content of a Hugging Face ``config.json``.
-
-    Supported are Llama, Mistral, Qwen2 and Qwen3 by their common names, GPT-2 by its own names, mixtures of
-    Qwen3, Mixtral and DeepSeek, and DeepSeek's latent attention.
-
-    Raises:
-        PlanError: a needed field is missing, or holds zero or an implausible value.
-    """
-    _TYPE(config.get("model_type", "llama"), f"the config of {name}: model_type")
-    size = partial(_size, config, name)
-    hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head")
-    layers, is_plain = size("num_hidden_layers", "n_layer", "num_layers"), "n_embd" in config
-    inner = size("n_inner", default=4 * hidden) if is_plain else size("intermediate_size", "n_inner")
-    kv_heads = size("num_key_value_heads", default=heads)
-    _part(name, heads, kv_heads, "num_key_value_heads")
-    latent, experts = size("kv_lora_rank", default=0), size(*_EXPERTS, default=0)
-    rotary = size("qk_rope_head_dim", default=0) if latent else 0
-    if latent:
-        head_dim = size("qk_nope_head_dim") + rotary
-    else:
-        head_dim = size("head_dim", default=0) or _part(name, hidden, heads, "num_attention_heads")
-    tied = config.get("tie_word_embeddings", is_plain)
-    return ModelShape(
-        name=name,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        inner=inner,
-        vocabulary=size("vocab_size"),
-        is_tied=YES(tied, f"the config of {name}: tie_word_embeddings"),
-        matrices=2 if is_plain else 3,
-        experts=experts,
-        experts_per_token=size("num_experts_per_tok", most=experts) if experts else 0,
-        expert_inner=size("moe_intermediate_size", default=inner) if experts else 0,
-        shared_experts=size("n_shared_experts", default=0) if experts else 0,
-        dense_layers=size("first_k_dense_replace", default=0, most=layers) if experts else 0,
-        latent=latent + rotary,
-        query_latent=size("q_lora_rank", default=0) if latent else 0,
-        value_dim=size("v_head_dim") if latent else 0,
-        rotary=rotary,
-    )
-
-
-def _size(
-    config: Mapping[str, Any], name: str, *names: str, default: int | None = None, most: int = _MOST
-) -> int:
-    """Return the size under the first name in the config; the default if all are missing, null or 0."""
-    absent = (None,) if default is None else (None, 0)
-    known = next((one for one in names if config.get(one) not in absent), None)
-    if known is None and default is not None:
-        return default
-    if known is None:
-        raise PlanError(
-            f"the config of {name} has no {names[0]}",
-            why="the planner needs it to compute the cost of the model",
-            fix=f"add it, or one of {', '.join(names)}; {nearest(names[0], config)}",
-        )
-    found: int = whole(1, most)(config[known], f"the config of {name}: {known}")
-    return found
-
-
-def _part(name: str, size: int, parts: int, what: str) -> int:
-    """Return one of the equal parts of a size."""
-    if size % parts:
-        why = f"it must divide {size}; {size} / {parts} leaves {size % parts}"
-        raise PlanError(f"the config of {name} has {what} = {parts}", why=why)
-    return size // parts
+        wider = self.shared_experts * ((self.shared_inner or self.expert_inner) - self.expert_inner)
+        return chosen * (self.expert_inner + 2 * self.hidden / self.matrices) + wider

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rillflow.config.toml_text import inline_text
 from rillflow.placement.plan import GATHERED, Plan
 from rillflow.runs.formatting import columns, number, seconds, size
-from rillflow.runs.report.html import Html, el, page, section
-from rillflow.runs.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
+from rillflow_parts.report.html import Html, el, page, section
+from rillflow_parts.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
 from rillflow_planner.hardware import Gain
 from rillflow_planner.problem import Statement
 from rillflow_planner.ranking import HOUR_S, LITTLE, Goal, Ranked, Ranking, SearchObjective
@@ -100,6 +100,7 @@ def decision_lines(found: Decision) -> list[str]:
         *columns(_unit_rows(best.plan)),
         "",
         *columns(_stage_rows(statement, best), left=2),
+        *_overlap(best),
         "",
         *columns(_pool_rows(best.plan, found.simulated[0])),
         "",
@@ -107,7 +108,7 @@ def decision_lines(found: Decision) -> list[str]:
         *columns(_size_rows(found)),
         "",
         *(f"assumed: {sentence}" for sentence in statement.assumptions),
-        *([] if statement.stack else _placement(best.plan)),
+        *([] if statement.stack else _placement(best.plan, statement)),
     ]
 
 
@@ -193,6 +194,11 @@ def calibration_lines(found: Calibration) -> list[str]:
         f"note: {name} was fitted to 1: the device is at least as fast as its description says"
         for name in found.at_limit
     ]
+    limits += [
+        f"note: {name} was fitted to {number(times)} times its guess; if the machine was busy during the "
+        "run, calibrate with another one"
+        for name, times in found.moved.items()
+    ]
     head = ("stage", "phase", "measured", "fitted", "error")
     return [*columns([head, *stages], left=2), "", *columns([("factor", "value"), *factors]), *limits]
 
@@ -274,9 +280,9 @@ def _head(found: Decision) -> Iterator[str]:
         yield f"{line}; they would not improve the plan"
     larger = next((one for one in found.ranking.sizes if one.devices > hardware.devices), None)
     if larger is not None and larger.best is not None and larger.gain is not None:
-        more = ranged(statement, larger.best.evaluation.step_s)
+        more = "" if how else f"{ranged(statement, larger.best.evaluation.step_s)} a step, "
         how = ", both without fusion" if best.plan.fused else how and ", both computed without simulation"
-        yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows per second{how}"
+        yield f"on {larger.devices} devices: {more}{larger.gain:+.0%} rows per second{how}"
         yield from _gain_error(found, "twice the devices", "doubled")
     yield from _ahead(found)
     yield from _fusion(found)
@@ -300,7 +306,7 @@ def _gain_error(found: Decision, what: str, name: str) -> Iterator[str]:
     """Yield how far predicted changes of a step were off for published pairs."""
     published = found.statement.problem.hardware.published
     error: Gain | None = vars(published)[name] if published else None
-    if error is not None and found.statement.stack:
+    if error is not None and found.statement.error is not None:
         yield f"  such changes of a step from {what}, in published pairs left out of the fit: {error.text}"
 
 
@@ -345,8 +351,8 @@ def _gathering(found: Decision) -> Iterator[str]:
     if one is not None:
         yield (
             f"gathering the last rows: generation and scoring take {seconds(one.seconds)} instead of "
-            f"{seconds(one.without_s)} ({one.seconds / one.without_s - 1:+.0%}) with rollout.gather_rows = "
-            f'{one.rows}, rollout.gather_replicas = {one.replicas}, rollout.gather_by = "{one.by}"'
+            f"{seconds(one.without_s)} ({one.seconds / one.without_s - 1:+.0%}) with schedule.gather_rows = "
+            f'{one.rows}, schedule.gather_replicas = {one.replicas}, schedule.gather_by = "{one.by}"'
             + ("; for assumed lengths: measure them with --lengths RUN first" if one.is_assumed else "")
         )
 
@@ -356,8 +362,7 @@ def _sensitivity(found: Decision) -> Iterator[str]:
         step = ranged(found.statement, one.step_s) if one.step_s < float("inf") else "does not fit"
         pools = pools_text(found.ranking.best[one.best].plan)
         flips = f"; then the placement {pools} is better" if one.best else ""
-        gain = "" if one.gain is None else f"; doubling the devices then gains {one.gain:+.0%}"
-        yield f"with {one.what}: {step}{flips}{gain}"
+        yield f"with {one.what}: {step}{flips}"
 
 
 def _best_rows(found: Decision) -> Rows:
@@ -399,6 +404,12 @@ def _stage_rows(statement: Statement, one: Ranked) -> Rows:
     return rows
 
 
+def _overlap(best: Ranked) -> list[str]:
+    """Return the sentence why stages of streamed generation may take longer than a step."""
+    told = "  generation takes from its first row to its last; it overlaps with the training of other steps"
+    return [told] if best.plan.freshness else []
+
+
 def _pool_rows(plan: Plan, found: Simulation) -> Rows:
     rows: Rows = [("device group", "devices", "busy", "idle", "peak memory per device")]
     for pool in found.pools:
@@ -431,15 +442,21 @@ def _warnings(found: Decision) -> Iterator[str]:
             yield f"note: {fleet.name} has no bandwidth between machines; the speed within one is used"
 
 
-def _placement(plan: Plan) -> list[str]:
-    """Return the recipe's section if a run can follow the plan."""
-    parted = plan.streams or plan.publish_every or plan.freshness % 1
+def _placement(plan: Plan, statement: Statement) -> list[str]:
+    """Return the recipe's sections, with the recomputation that the planner chose, if a run can follow the
+    plan.
+    """
+    parted = plan.streams or plan.freshness % 1
     if parted or any(unit.grid.ep > 1 for unit in plan.units.values()):
         return ["", "a recipe cannot express this placement; --out writes it to a plan file"]
-    ahead = ["", "[algorithm]", f"freshness = {plan.freshness}"] if plan.freshness else []
-    rows = [f"{key} = {inline_text(vars(plan)[key])}" for key in GATHERED if plan.gather_rows]
+    order = ['mode = "ahead"', f"freshness = {plan.freshness}"] if plan.freshness else []
+    rows = ['mode = "gathering"'] if plan.gather_rows else []
+    rows += [f"{key} = {inline_text(vars(plan)[key])}" for key in GATHERED if plan.gather_rows]
     placed = (f"{key} = {inline_text(value)}" for key, value in plan.placement.items())
-    return [*ahead, *(["", "[rollout]", *rows] if rows else []), "", "[placement]", *placed]
+    recomputes = f"gradient_checkpointing = {str(statement.problem.recomputes).lower()}"
+    chosen = ["", "[policy]", recomputes] if statement.may_recompute else []
+    ordered = ["", "[schedule]", *order, *rows] if order or rows else []
+    return [*chosen, *ordered, "", "[placement]", *placed]
 
 
 def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Problem: the input of planning as data: the graph's stages, the models of the roles, rows and devices.
 
-recipe or benchmark ─> Problem ─> cost_model ─> search, simulator
+recipe, or options in its place; devices ─> Problem ─> cost_model ─> search, simulator
 stage's endpoint ─> kind of work ─> the cost model's term
 """
 
@@ -22,10 +22,10 @@ from rillflow_planner.workload import Workload
 
 OWN = "rillflow"
 """Shipped factors that were fitted to Rillflow's own steps."""
-UNFITTED = 'default factors, not compared with any run; like = "gpu" selects factors of published runs'
+UNFITTED = 'default factors, not compared with any run; like = "gpu" selects those of runs on a GPU'
 HELD = 0.7
 """Smallest share of steps left out that a range, meant for 80%, must hold."""
-UNTOLD = "unknown: the cluster file sets factors but does not name their source (calibrated = ...)"
+UNTOLD = "unknown: a cluster file or --engine changes the factor set and names no source (calibrated = ...)"
 
 
 class Work(StrEnum):
@@ -216,6 +216,8 @@ def assumed(problem: Problem, *, lengths: str, seconds: str) -> Iterator[str]:
             f"responses: log-normal, median {response.median:,.4g} tokens, sigma {response.sigma:.2g}, "
             f"clipped at {response.limit:,}; {lengths}"
         )
+    for excluded in sorted({shape.excluded for shape in problem.shapes.values() if shape.excluded}):
+        yield f"the language model alone is counted, without {excluded}"
     functions = [role for role in problem.graph.roles if role not in problem.shapes]
     if functions and not problem.workload.function_s:
         yield f"{' and '.join(functions)}: a function that takes no time; {seconds}"
@@ -240,28 +242,60 @@ class Statement:
     """Layout that the question gives; None to search for the best one."""
     may_recompute: bool = False
     """Whether the planner decides if activations are recomputed."""
+    named: frozenset[str] = frozenset()
+    """Settings that are given, not defaults of Rillflow."""
 
     @property
     def title(self) -> str:
-        """The question, as a heading."""
+        """The question, as a heading, and how unsure its answer is where no range can be shown."""
         step = f"{self.problem.graph.name} on {self.problem.hardware.name}"
         if not self.stack:
-            hardware = self.problem.hardware
+            hardware, what = self.problem.hardware, "given layout" if self.placed else "best plan"
             source = hardware.calibrated.partition(";")[0].partition(",")[0]
             borrowed = f", timed by {source}" if hardware.stack not in ("", OWN) and source else ""
-            return f"{step}: Rillflow's best plan{borrowed}"
-        return (
-            f"{step}: what {self.stack} would take, with {'the given' if self.placed else 'the best'} layout"
-        )
+            return f"{step}: Rillflow's {what}{borrowed}"
+        layout = "the given" if self.placed else "the best"
+        unsure = f"; unsure: {self.caution}" if self.caution else ""
+        return f"{step}: what {self.stack} would take, with {layout} layout{unsure}"
+
+    @property
+    def unlike(self) -> str:
+        """Why a stack's errors say little about this step, and the nearest steps that were measured."""
+        known, dtype = self.problem.hardware.published, self.problem.workload.dtype
+        if not self.stack or known is None:
+            return ""
+        near, kinds = known.unfitted, sorted({fleet.device.name for fleet in self.problem.hardware.fleets})
+        if not known.devices:
+            why = f"no step of {self.stack} was fitted"
+        elif not {*kinds} <= {*known.devices}:
+            why = f"its range is of {' and '.join(known.devices)}, not of {' and '.join(kinds)}"
+        elif dtype != "bfloat16":
+            why, near = (
+                f"its range is of bfloat16, not of {dtype}",
+                known.float8 if dtype == "float8" else None,
+            )
+        elif any(shape.keeps_attention for shape in self.problem.shapes.values()):
+            why = "no step with linear or chunked attention was fitted"
+        else:
+            return ""
+        return f"{why}; {near.text}" if near else why
 
     @property
     def error(self) -> Accuracy | None:
         """Errors of predictions of this very kind on published steps; None if there were no such steps."""
-        found = self.problem.hardware.published
-        kinds = {fleet.device.name for fleet in self.problem.hardware.fleets}
-        if not self.stack or found is None or not kinds <= set(found.devices):
+        known = self.problem.hardware.published
+        if not self.stack or known is None or self.unlike:
             return None
-        return found.placed if self.placed else found.searched
+        return known.placed if self.placed else known.searched
+
+    @property
+    def caution(self) -> str:
+        """Why a stack's step has no range; empty if it has one."""
+        error = self.error
+        if not self.stack or self.problem.hardware.published is None or (error and error.held >= HELD):
+            return ""
+        few = error and f"steps left out of its fit took {error.low:g} to {error.high:g} times the prediction"
+        return self.unlike or few or "no step of this stack was predicted with the best layout of a search"
 
     @property
     def accuracy(self) -> str:
@@ -272,8 +306,8 @@ class Statement:
         told = f"factors fitted to {hardware.calibrated}"
         if error is None:
             kinds = " and ".join(sorted({fleet.device.name for fleet in hardware.fleets}))
-            whose = self.stack or "Rillflow"
-            return f"{told}; no steps of {whose} on {kinds} were left out and predicted, so there is no range"
+            none = f"no steps of {self.stack or 'Rillflow'} on {kinds} were left out and predicted"
+            return f"{told}; {self.caution or none}, so there is no range"
         unsure = ", too few to show one" if error.held < HELD else ""
         return (
             f"{told}; on published steps of models, releases and machines left out of the fit, the median "

@@ -21,7 +21,9 @@ import numpy as np
 
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan
-from rillflow_planner.evaluate import StepEvaluation
+from rillflow.runs.formatting import seconds
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.evaluate import StepEvaluation, evaluate, stages_by_name
 from rillflow_planner.problem import Problem
 
 Floats = np.ndarray
@@ -118,6 +120,8 @@ class Cause(StrEnum):
 class Ranked:
     """Best plan of one placement."""
 
+    problem: Problem
+    """The step that it is a plan of, with its sampler, freshness bound and recomputation."""
     plan: Plan
     """Plan to launch."""
     evaluation: StepEvaluation
@@ -189,13 +193,17 @@ class ClusterSize:
         return self.gain is not None and self.gain < LITTLE
 
 
-def valued(problem: Problem, objective: SearchObjective, evaluation: StepEvaluation, plan: Plan) -> float:
-    """Return the value of an evaluated plan."""
+def rank(problem: Problem, costs: CostModel, plan: Plan, objective: SearchObjective) -> Ranked:
+    """Return a plan with its predicted seconds, its cost and its value; see ``evaluate`` for errors."""
+    found = evaluate(problem, costs, plan)
+    stages_s = stages_by_name(problem, found)
+    planned = replace(plan, predicted_step_s=found.step_s, predicted_stages_s=stages_s)
     price = sum(
         pool.devices * problem.hardware.fleet(pool.machine_type).price_per_hour for pool in plan.pools
     )
-    numbers = (np.array([one]) for one in (evaluation.step_s, evaluation.devices, price))
-    return float(objective.values(*numbers)[0])
+    numbers = (np.array([one]) for one in (found.step_s, found.devices, price))
+    value = float(objective.values(*numbers)[0])
+    return Ranked(problem=problem, plan=planned, evaluation=found, value=value)
 
 
 def explained(found: Ranked, winner: Ranked) -> Ranked:
@@ -203,28 +211,26 @@ def explained(found: Ranked, winner: Ranked) -> Ranked:
     mine, best = found.evaluation, winner.evaluation
     late, moved = mine.step_s - best.step_s, sum(mine.transfers_s) + mine.crossing_s
     more = {index: spent - best.seconds[index] for index, spent in mine.seconds.items()}
+    pool, use = max(
+        zip(found.plan.pools, mine.pools, strict=True), key=lambda one: one[0].devices * one[1].idle_share
+    )
+    slow = max(mine.timings, key=lambda timing: more[timing.stage])
+    if late <= 1e-9 * best.step_s and (found.value, mine.devices) == (winner.value, best.devices):
+        why = "equally good; ties go to fewer device groups, then fresher tokens, then names in order"
+        return replace(found, cause=Cause.TIE, why=why)
     if late <= 1e-9 * best.step_s:
-        if (found.value, mine.devices) == (winner.value, best.devices):
-            why = "equally good; ties go to fewer device groups, then fresher tokens, then names in order"
-            return replace(found, cause=Cause.TIE, why=why)
-        why = f"{mine.step_s:.4g} s on {mine.devices} devices; the best plan takes {best.step_s:.4g} s on"
-        return replace(found, cause=Cause.DEVICES, why=f"{why} {best.devices}")
+        why = f"as fast, on {mine.devices} devices instead of {best.devices}"
+        return replace(found, cause=Cause.DEVICES, why=why)
     if moved >= late / 2:
-        cause, why = Cause.TRANSFER, f"{moved:.3g} s for transfers between device groups"
+        cause, why = Cause.TRANSFER, f"{seconds(moved)} for transfers between device groups"
     elif mine.idle_share - best.idle_share >= 0.05:
-        pools = zip(found.plan.pools, mine.pools, strict=True)
-        pool, use = max(pools, key=lambda one: one[0].devices * one[1].idle_share)
-        why = f"the {pool.devices} devices of group {pool.name} are idle {use.idle_share:.0%} of a step"
-        cause = Cause.IDLE
+        cause, why = Cause.IDLE, f"group {pool.name} is idle {use.idle_share:.0%} of a step"
     elif sum(max(0.0, one) for one in more.values()) >= late / 2:
-        slow = max(mine.timings, key=lambda timing: more[timing.stage])
-        spent, less = mine.seconds[slow.stage], best.seconds[slow.stage]
-        cause, why = Cause.SLOWER, f"{slow.name} takes {spent:.3g} s, in the best plan {less:.3g} s"
+        took = f"{seconds(mine.seconds[slow.stage])} instead of {seconds(best.seconds[slow.stage])}"
+        cause, why = Cause.SLOWER, f"{slow.name} takes {took}"
     else:
-        work, least = sum(mine.seconds.values()), sum(best.seconds.values())
-        why = f"its stages take {work:.3g} s one after the other; the best plan overlaps {least:.3g} s"
-        cause = Cause.TURNS
-    return replace(found, cause=cause, why=f"{mine.step_s:.4g} s, {late:.3g} s more: {why}")
+        cause, why = Cause.TURNS, "its stages take turns; device groups of the best plan work in parallel"
+    return replace(found, cause=cause, why=f"{late / best.step_s:+.0%}: {why}")
 
 
 def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking, list[int]]:
@@ -243,6 +249,9 @@ def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking,
     others = [explained(one, first) for one in best[1:]]
     for place, shown in enumerate(sorted(shown_s)[1:]):
         if others[place].evaluation.step_s < first.evaluation.step_s:
-            why = f"{shown:.4g} s a step when simulated"
+            why = f"{seconds(shown)} a step when simulated"
             others[place] = replace(others[place], cause=Cause.SIMULATED, why=why)
-    return replace(ranking, best=(first, *others)), order
+    fusion = ranking.fusion
+    if fusion and not fusion.why and not first.plan.fused:
+        fusion = replace(fusion, why="its simulated step is longer")
+    return replace(ranking, best=(first, *others), fusion=fusion), order

@@ -19,11 +19,8 @@ from typing import Any
 
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.graphs import graphs
-from rillflow.app.phases import PhasePlan, phase_plans
-from rillflow.app.recipe import LoadedRecipe, Recipe
-from rillflow.app.resume import recipe_of
-from rillflow.app.role_table import model_roles, table_of
+from rillflow.app.recorded_recipe import recipe_of
+from rillflow.app.resolved import Resolved
 from rillflow.config.load import read_toml
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import ModelError, PlanError
@@ -31,17 +28,18 @@ from rillflow.graph.graph import Graph
 from rillflow.models.config import NewModel
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan, PlannedUnit
-from rillflow.runs.report.predicted import stage_medians, steps_s
 from rillflow.runs.run_data import load
 from rillflow.workers.config import SAMPLER
+from rillflow_parts.report.predicted import stage_medians, steps_s
 from rillflow_planner.calibration import Observation
 from rillflow_planner.cost_model.costs import CostModel
-from rillflow_planner.evaluate import predicted
 from rillflow_planner.hardware import Factors, Fleet, Hardware, read_hardware
 from rillflow_planner.model_shape import ModelShape
 from rillflow_planner.problem import ENDPOINTS, Problem, Statement, Work, assumed
+from rillflow_planner.ranking import SearchObjective, rank
 from rillflow_planner.recipe_rows import characters_per_token, workload_of
-from rillflow_planner.request import open_shape
+from rillflow_planner.request import CHECKPOINTING, PACKED, ROWS_AT_ONCE, open_shape
+from rillflow_planner.workload import Lengths, Workload
 
 WARM_UP = 2
 """First steps of a phase that calibration ignores, because memory is first allocated in them."""
@@ -54,7 +52,7 @@ def open_cluster(file: Path) -> Hardware:
         ConfigError: the file is missing, or is not TOML.
         PlanError: it describes an impossible cluster.
     """
-    return read_hardware(read_toml(file), str(file))
+    return read_hardware(read_toml(file, "cluster file"), str(file))
 
 
 def this_machine(ranks: int) -> Hardware:
@@ -62,40 +60,57 @@ def this_machine(ranks: int) -> Hardware:
     return read_hardware(_cores(max(ranks, os.cpu_count() or 1)), "this machine")
 
 
-def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | None = None) -> Statement:
+def state_problem(loaded: Resolved, hardware: Hardware, run: Path | None = None) -> Statement:
+    """Return the last phase of a recipe as a planning problem, with all assumptions; see ``state_recipe``."""
+    stated, how = state_recipe(loaded, hardware, run), "measure with --lengths RUN"
+    others = assumed(stated.problem, lengths=how, seconds=how)
+    return replace(stated, assumptions=(*stated.assumptions, *others))
+
+
+def state_recipe(
+    loaded: Resolved,
+    hardware: Hardware,
+    run: Path | None = None,
+    *,
+    prompt: Lengths | None = None,
+    response: Lengths | None = None,
+) -> Statement:
     """Return the last phase of a recipe as a planning problem.
 
     Args:
         loaded: the recipe.
         hardware: the available devices.
-        measured: a run directory whose rollouts and spans give row lengths and the reward function's
+        run: a run directory whose rollouts and spans give row lengths and the reward function's
             seconds; None: the lengths of the data's prompts, and assumed responses.
+        prompt, response: lengths to plan with instead.
 
     Raises:
         PlanError: a model lacks a needed size, or the run measured nothing.
         ModelError: a model is missing.
     """
     recipe = loaded.recipe
-    problem = _problem(loaded, phase_plans(recipe)[-1], graphs(recipe)[-1], hardware, measured)
-    per_token, runs = characters_per_token(recipe) if measured is None else 1, "measure with --lengths RUN"
-    characters = [f"prompts: {per_token} characters per token; {runs}"] if per_token > 1 else []
-    others = assumed(problem, lengths=runs, seconds=runs)
-    return Statement(problem=problem, assumptions=(*characters, *others), steps=recipe.algorithm.steps)
+    workload = workload_of(loaded, loaded.main, run, prompt=prompt, response=response)
+    per_token = characters_per_token(recipe) if run is None and prompt is None else 1
+    characters = f"prompts: {per_token} characters per token; measure with --lengths RUN"
+    return Statement(
+        problem=_problem(loaded, loaded.graphs[-1], workload, hardware),
+        assumptions=(characters,) if per_token > 1 else (),
+        steps=recipe.algorithm.steps,
+        named=frozenset(name for name in (CHECKPOINTING, PACKED, ROWS_AT_ONCE) if not loaded.is_open(name)),
+    )
 
 
-def _problem(
-    loaded: LoadedRecipe, phase: PhasePlan, graph: Graph, hardware: Hardware, measured: Path | None
-) -> Problem:
+def _problem(loaded: Resolved, graph: Graph, workload: Workload, hardware: Hardware) -> Problem:
     return Problem(
         graph=graph,
         shapes=shapes_of(loaded, graph),
-        workload=workload_of(loaded, phase, measured),
+        workload=workload,
         hardware=hardware,
         recomputes=loaded.recipe.policy.gradient_checkpointing,
     )
 
 
-def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
+def plan_as_placed(loaded: Resolved, statement: Statement) -> Plan:
     """Return the placement of a recipe on the only machine type of a cluster, with its predicted seconds.
 
     Raises:
@@ -110,14 +125,14 @@ def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
             why="a recipe does not name the machine type of its ranks",
             fix="pass a cluster file with only the machine type of the run",
         )
-    plan = plan_of(recipe, problem.graph, fleets[0])
+    plan = plan_of(loaded, problem.graph, fleets[0])
     problem = problem.of_plan(plan)
-    return predicted(problem, CostModel(problem), plan)[0]
+    return rank(problem, CostModel(problem), plan, SearchObjective()).plan
 
 
-def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
+def plan_of(loaded: Resolved, graph: Graph, fleet: Fleet) -> Plan:
     """Return the placement of a recipe as a plan for the models of a graph."""
-    placement, roles = recipe.placement, model_roles(recipe, graph.roles)
+    placement, roles = loaded.recipe.placement, loaded.models(graph.roles)
     units = {
         role: PlannedUnit(
             pool=placement.pool_of(role),
@@ -139,14 +154,13 @@ def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
     return Plan(name=graph.name, pools=pools, units=units, fused=fused)
 
 
-def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
+def shapes_of(loaded: Resolved, graph: Graph) -> Mapping[str, ModelShape]:
     """Return the shape of the model behind each role of the graph; a role that is a function has none."""
-    recipe, facts = loaded.recipe, RecipeFacts(recipe=loaded.recipe, base=loaded.base)
-    new, table = recipe.policy.model.new, table_of(recipe)
+    facts, new = RecipeFacts(resolved=loaded), loaded.recipe.policy.model.new
     lead = shape_of_new(new) if new is not None else shape_of_directory(str(facts.source))
     found = {}
-    for role in model_roles(recipe, graph.roles):
-        named = facts.named.get(table[role].section)
+    for role in loaded.models(graph.roles):
+        named = facts.named.get(loaded.table[role].section)
         shape = lead if named is None else shape_of_directory(named)
         found[role] = replace(shape, is_scalar=role not in ("policy", "reference"))
     return found
@@ -222,16 +236,17 @@ def observe(
             )
         hardware = this_machine(sum(recipe.placement.pools.values()))
     made, found = {phase.name: phase for phase in data.phases}, []
-    for phase, graph in zip(phase_plans(recipe), graphs(recipe), strict=True):
+    for phase, graph in zip(loaded.phases, loaded.graphs, strict=True):
         if phase.name not in made:
             continue
         is_sampled = not phase.algorithm.data.answers
         first, last = max(made[phase.name].first, data.placed_from) + WARM_UP, made[phase.name].last
         if first <= last:
+            rows = workload_of(loaded, phase, run if is_sampled else None)
             one = Observation(
                 name=phase.name,
-                problem=_problem(loaded, phase, graph, hardware, run if is_sampled else None),
-                plan=plan_of(recipe, graph, hardware.fleets[0]),
+                problem=_problem(loaded, graph, rows, hardware),
+                plan=plan_of(loaded, graph, hardware.fleets[0]),
                 stages_s=stage_medians(data, first, last),
                 step_s=median(steps_s(data, first, last)),
                 is_recorded=is_sampled,
@@ -263,7 +278,11 @@ def cluster_text(
         if value or not name.startswith("refit")
     }
     said = f"{run} by rillflow calibrate"
-    data = read_toml(cluster) if cluster is not None else _cores(observations[0].problem.hardware.devices)
+    data = (
+        read_toml(cluster, "cluster file")
+        if cluster is not None
+        else _cores(observations[0].problem.hardware.devices)
+    )
     return toml_text({**data, "calibrated": said, "factors": values}, comment=f"Factors fitted to {said}.")
 
 

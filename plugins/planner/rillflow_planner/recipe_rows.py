@@ -7,8 +7,7 @@ a run's rollouts, spans ──> measured ───────────┘
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
 from random import Random
@@ -18,12 +17,13 @@ from typing import Any
 from rillflow.algorithms.config import SampledConfig
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.phases import PhasePlan
-from rillflow.app.recipe import LoadedRecipe, Recipe
+from rillflow.app.resolved import Resolved
+from rillflow.app.sections import Recipe
 from rillflow.errors import PlanError
 from rillflow.runs import layout
 from rillflow.runs.reader import read_rollouts, read_spans, require_run
-from rillflow.tasks.example import Example
-from rillflow_planner.workload import Lengths, Packing, Workload
+from rillflow.tasks.example import Example, answer_text
+from rillflow_planner.workload import Lengths, Packing, Workload, sharing
 
 CHARACTERS_PER_TOKEN = 4
 """Characters per token if the tokeniser is not available; a new model's tokens are characters."""
@@ -35,10 +35,17 @@ KEPT_LENGTHS = 512
 """Measured lengths that represent all of them, taken evenly from the sorted ones."""
 _END = "\0"
 _Row = list[Any]
-_Rows = Callable[..., Workload]
+_Known = Mapping[str, Any]
 
 
-def workload_of(loaded: LoadedRecipe, phase: PhasePlan, run: Path | None = None) -> Workload:
+def workload_of(
+    loaded: Resolved,
+    phase: PhasePlan,
+    run: Path | None = None,
+    *,
+    prompt: Lengths | None = None,
+    response: Lengths | None = None,
+) -> Workload:
     """Return the workload of a phase's step; a pair of answers counts as two rows of one prompt.
 
     Args:
@@ -46,29 +53,37 @@ def workload_of(loaded: LoadedRecipe, phase: PhasePlan, run: Path | None = None)
         phase: one of its phases.
         run: a run directory whose last steps give row lengths and the reward function's seconds; None: the
             lengths of the data's prompts and answers, or of prompts and assumed answers if rows are sampled.
+        prompt, response: lengths of sampled rows that replace those of the data and the assumed ones.
 
     Raises:
         RunDirectoryError: the path is not a run directory.
         PlanError: the run sampled no rows.
     """
-    recipe, config = loaded.recipe, phase.config
-    samples = config.samples_per_prompt if isinstance(config, SampledConfig) else 1
-    rows: _Rows = partial(
-        Workload,
-        prompts=config.prompts_per_step,
-        samples=max(samples, len(phase.algorithm.data.answers)),
-        epochs=config.epochs,
-        minibatches=config.minibatches,
-        tokens_per_micro_batch=recipe.policy.tokens_per_micro_batch,
-        dtype=recipe.policy.model.dtype,
-        rows_at_once=recipe.rollout.max_rows,
-    )
+    recipe, config, known = loaded.recipe, phase.config, known_rows(loaded.recipe, phase)
     if run is not None:
-        return _measured(rows, run, config.minibatches)
-    examples = RecipeFacts(recipe=recipe, base=loaded.base).task.train
+        return measured(known, run)
     if isinstance(config, SampledConfig):
-        return _assumed(rows, examples, recipe, config)
-    return _learnt(rows, examples, characters_per_token(recipe), config.prompts_per_step, config.minibatches)
+        return _assumed(known, loaded, prompt, response)
+    if prompt or response:
+        why = f"{phase.name} learns from answers of its data"
+        raise PlanError("--prompt or --response is given", why=why, fix="leave them out")
+    examples = RecipeFacts(resolved=loaded).task.train
+    return _learnt(known, examples, characters_per_token(recipe))
+
+
+def known_rows(recipe: Recipe, phase: PhasePlan) -> dict[str, Any]:
+    """Return the values of a phase's workload that the recipe states: all but lengths."""
+    config = phase.config
+    samples = config.samples_per_prompt if isinstance(config, SampledConfig) else 1
+    return {
+        "prompts": config.prompts_per_step,
+        "samples": max(samples, len(phase.algorithm.data.answers)),
+        "epochs": config.epochs,
+        "minibatches": config.minibatches,
+        "tokens_per_micro_batch": recipe.policy.tokens_per_micro_batch,
+        "dtype": recipe.policy.model.dtype,
+        "rows_at_once": recipe.rollout.max_rows,
+    }
 
 
 def characters_per_token(recipe: Recipe) -> int:
@@ -76,32 +91,36 @@ def characters_per_token(recipe: Recipe) -> int:
     return 1 if recipe.policy.model.new is not None else CHARACTERS_PER_TOKEN
 
 
-def _learnt(
-    rows: _Rows, examples: Sequence[Example], per_token: int, prompts: int, minibatches: int
-) -> Workload:
+def _learnt(known: _Known, examples: Sequence[Example], per_token: int) -> Workload:
     """Return the workload of rows with answers in the data: prompt, answer and end token."""
+    prompts, minibatches = known["prompts"], known["minibatches"]
     answers = [len(text) for one in examples for text in one.answers]
     drawn = Random(0).sample(examples, len(examples))
     steps = [drawn[start : start + prompts] for start in range(0, len(drawn), prompts)][:READ_STEPS]
-    return rows(
+    return Workload(
+        **known,
         prompt=_lengths(_tokens(map(_prompt_length, examples), per_token)),
         response=_lengths([tokens + 1 for tokens in _tokens(answers, per_token)]),
         packing=_packing(steps, minibatches, lambda part: _texts(part, per_token)),
     )
 
 
-def _assumed(rows: _Rows, examples: Sequence[Example], recipe: Recipe, config: SampledConfig) -> Workload:
-    """Return the workload of sampled rows, which are assumed to share nothing but their prompts."""
+def _assumed(known: _Known, loaded: Resolved, prompt: Lengths | None, response: Lengths | None) -> Workload:
+    """Return the workload of sampled rows with the given lengths, the data's prompts, assumed answers."""
+    recipe = loaded.recipe
     limit = recipe.rollout.max_tokens
+    if response is not None and response.limit > limit:
+        raise PlanError(
+            f"--response has lengths up to {response.limit:,}, and rollout.max_tokens is {limit:,}",
+            why="no answer of the recipe is longer",
+            fix=f"pass --set rollout.max_tokens={response.limit}, or a smaller max",
+        )
+    if prompt is None:
+        examples = RecipeFacts(resolved=loaded).task.train
+        prompt = _lengths(_tokens(map(_prompt_length, examples), characters_per_token(recipe)))
     middle = min(float(limit), max(4.0, ASSUMED_SHARE * limit))
-    prompt = _lengths(_tokens(map(_prompt_length, examples), characters_per_token(recipe)))
-    response = Lengths(kind="lognormal", limit=limit, median=middle, sigma=ASSUMED_SIGMA)
-    trained, scored = (
-        (response.mean + prompt.mean * distinct_prompts(config.samples_per_prompt, parts))
-        / (response.mean + prompt.mean)
-        for parts in (config.minibatches, 1)
-    )
-    return rows(prompt=prompt, response=response, packing=Packing(trained=trained, scored=scored))
+    assumed = Lengths(kind="lognormal", limit=limit, median=middle, sigma=ASSUMED_SIGMA)
+    return sharing(Workload(**known, prompt=prompt, response=response or assumed))
 
 
 def _prompt_length(example: Example) -> int:
@@ -111,16 +130,13 @@ def _prompt_length(example: Example) -> int:
     return sum(len(turn.get("content", "")) for turn in example.turns)
 
 
-def distinct_prompts(samples: int, parts: int) -> float:
-    """Return the share of a prompt's rows that are its first in their part, with rows drawn to equal parts.
+def measured(known: _Known, run: Path) -> Workload:
+    """Return the workload of a run's last steps, with its functions' seconds per row.
 
-    With s rows in p parts it is ``p (1 - (1 - 1/p)^s) / s``: a part is empty with probability (1 - 1/p)^s.
+    Args:
+        known: all other values of the workload.
+        run: its directory.
     """
-    return parts * (1.0 - (1.0 - 1.0 / parts) ** samples) / samples
-
-
-def _measured(rows: _Rows, run: Path, minibatches: int) -> Workload:
-    """Return the workload of a run's last steps, with its functions' seconds per row."""
     require_run(run)
     steps = [read_rollouts(run, step) for step in list(layout.rollout_files(run))[-READ_STEPS:]]
     records = [record for step in steps for record in step]
@@ -132,7 +148,9 @@ def _measured(rows: _Rows, run: Path, minibatches: int) -> Workload:
         )
     scored = [span for span in read_spans(run) if span.stage in ("reward.score", "cost.score") and span.rows]
     judged = [record.advantage for record in records if record.advantage is not None]
-    return rows(
+    minibatches = known["minibatches"]
+    return Workload(
+        **known,
         prompt=_lengths([len(record.tokens) - len(record.sampled) for record in records]),
         response=_lengths([len(record.sampled) for record in records]),
         function_s=median(span.duration_s / span.rows for span in scored) if scored else 0.0,
@@ -171,7 +189,9 @@ def _common(one: _Row, other: _Row) -> int:
 def _texts(examples: Sequence[Example], per_token: int) -> list[_Row]:
     """Return the examples' rows, with texts cut into pieces in place of tokens."""
     return [
-        [*_cut(one.key, per_token), *_cut(text, per_token), _END] for one in examples for text in one.answers
+        [*_cut(one.key, per_token), *_cut(answer_text(each), per_token), _END]
+        for one in examples
+        for each in one.answers
     ]
 
 

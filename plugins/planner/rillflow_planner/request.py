@@ -1,6 +1,8 @@
-"""Request: build a planning problem from command-line options instead of a recipe and a cluster file.
+"""Request: state a step and devices that options of ``rillflow plan`` describe, and the question about them.
 
---model config.json --gpus 64xH100 --algorithm grpo --response mean=2000,max=8192 ─> Statement
+--gpus, or a cluster file ─ hardware_of ─> Hardware ─┬─ describe: --model, --algorithm, ... ─┬─> Statement
+                                                     └─ recipe_problem: a recipe ────────────┘      │
+the question ready to plan <── ask: --like, --layout, --tokens-per-pass, --reward-seconds ──────────┘
 
 Needs no torch.
 """
@@ -10,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -18,129 +21,247 @@ from typing import Any
 
 from rillflow.errors import ModelError, PlanError, nearest
 from rillflow.graph.graph import Edge, Graph, Stage
-from rillflow.placement.grid import Grid
-from rillflow.placement.plan import SAMPLER, Plan, PlannedUnit
-from rillflow.placement.tables import YES, Reader, one_of, values, whole
+from rillflow.placement.tables import YES, Reader, one_of, read, values, whole
+from rillflow_planner import units
 from rillflow_planner.cost_model.options import LAYOUTS
-from rillflow_planner.hardware import Hardware, read_hardware
-from rillflow_planner.model_shape import ModelShape, read_shape
-from rillflow_planner.problem import Problem, Statement, assumed
-from rillflow_planner.workload import Lengths, Workload, lengths_of_mean, require_within
+from rillflow_planner.given_layout import layout_of
+from rillflow_planner.hardware import (
+    EngineFactors,
+    Hardware,
+    read_hardware,
+    require_slower,
+    shipped_devices,
+    shipped_stacks,
+)
+from rillflow_planner.model_config import read_shape
+from rillflow_planner.model_shape import ModelShape
+from rillflow_planner.problem import OWN, Problem, Statement, Work, assumed
+from rillflow_planner.workload import Lengths, Packing, Workload, lengths_of_mean, require_within, sharing
 
 SIGMA = 0.9
 """Default sigma of log-normal lengths, typical for answers with reasoning."""
 LINK = "50 GB/s"
 """Default share of the network per device: one 400 Gb/s card each."""
-MACHINE = 8
-"""Number of devices of a machine."""
+MOST_DEVICES = 1_000_000
+"""Largest number of devices that is searched."""
 _GRAPHS = Path(__file__).parent / "graphs.json"
 _SAID = re.compile(r"\s*(mean|median|max|sigma|p[1-9][0-9]?)\s*=\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*")
 _TRAINED = ("critic", "cost_critic")
 UNASKED = "gpu"
-"""Factor set of Rillflow's own plans on accelerators, on which no run of Rillflow was measured."""
-_SPOKEN = {"true": True, "false": False}
+"""Factor set of Rillflow's own plans on accelerators."""
+CHECKPOINTING, PACKED = "policy.gradient_checkpointing", "policy.tokens_per_micro_batch"
+ROWS_AT_ONCE = "rollout.max_rows"
 SETTINGS: Mapping[str, Reader] = {
-    "policy.gradient_checkpointing": YES,
+    CHECKPOINTING: YES,
     "policy.model.dtype": one_of(("float8", "bfloat16", "float32")),
-    "policy.tokens_per_micro_batch": whole(1),
+    PACKED: whole(1),
+    ROWS_AT_ONCE: whole(1),
 }
-"""Settings that ``--set`` changes without a recipe."""
-_AXES: Mapping[str, Reader] = dict.fromkeys(
-    ("tp", "pp", "cp", "ep", "generate", "separate", "streams"), whole(1)
-) | {"fsdp": whole(0, 1)}
+"""Settings of a recipe that ``--set`` changes without one."""
+MAX_ROWS = 256
+"""Default of ``rollout.max_rows``."""
+OF_A_RECIPE = {
+    "model": "policy.model.path",
+    "algorithm": "algorithm.name",
+    "prompts": "algorithm.prompts_per_step",
+    "samples": "algorithm.samples_per_prompt",
+    "minibatches": "algorithm.minibatches",
+    "steps": "algorithm.steps",
+}
+"""Options that describe a step in place of a recipe, and the recipe's settings."""
+OF_A_CLUSTER = ("gpus", "per_machine", "between", "price")
+"""Options that describe devices in place of a cluster file."""
+_LEAVE = "leave one of the two out"
+_EXCLUDED = {
+    "cluster": (OF_A_CLUSTER, "the cluster file describes its devices", "change the file, or pass --gpus"),
+    "lengths": (("response", "prompt", "reward_seconds"), "the run gives lengths and seconds", _LEAVE),
+    "layout": (("objective", "deadline", "separate_in_step"), "a given layout is not searched", _LEAVE),
+}
+"""Options that exclude others, with the reason, and what to do."""
 
 
-def state_request(
-    *,
-    model: Path,
-    gpus: str,
-    algorithm: str,
-    response: str,
-    prompt: str,
-    prompts: int,
-    samples: int,
-    minibatches: int,
-    like: str,
-    layout: str,
-    between: str,
-    price: str,
-    reward_seconds: float,
-    steps: int,
-    settings: Sequence[str] = (),
-    freshness: float = 0,
+def require_compatible(arguments: Namespace) -> None:
+    """Raise an error for options that are missing, or of which one would be ignored."""
+    every = vars(arguments).items()
+    given = {name: value for name, value in every if value is not None and value is not False}
+    for what, why, fix in _contradictions(arguments, given):
+        raise PlanError(what, why=why, fix=fix)
+
+
+def _contradictions(arguments: Namespace, given: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield what the options contradict or lack, why that cannot be, and what to do."""
+    has_recipe = "recipe" in given
+    for name, setting in OF_A_RECIPE.items() if has_recipe else ():
+        if name in given:
+            what = f"{_option(name)} is {given[name]}, and {arguments.recipe} is a recipe"
+            fix = f"pass --set {setting}={given[name]}, or leave the recipe out"
+            yield what, f"a recipe states {setting} itself", fix
+    for name, (others, why, fix) in _EXCLUDED.items():
+        for other in others:
+            if name in given and other in given:
+                yield f"{_option(name)} and {_option(other)} are given together", why, fix
+    if "separate_in_step" in given and 0 not in arguments.freshness:
+        what = "--separate-in-step is given, and --freshness has no 0"
+        yield what, "it adds plans of bound 0", "add 0 to --freshness, or leave --separate-in-step out"
+    if "dir" in given and not has_recipe:
+        yield "--dir is given without a recipe", "nothing is run", "leave --dir out"
+    if given.get("objective") == "cost" and "gpus" in given and "price" not in given:
+        yield "--objective is cost without --price", "a cost follows from a price", 'add --price "2.5 $/h"'
+    kinds = [] if has_recipe else [("--model",), ("--algorithm",), ("--response", "--lengths")]
+    kinds.append(("--cluster", "--gpus"))
+    missing = [" or ".join(kind) for kind in kinds if not any(one[2:] in given for one in kind)]
+    if missing:
+        yield (
+            f"the command has no {', no '.join(missing)}",
+            "it needs a recipe, or --model, --algorithm and --response; and --cluster or --gpus",
+            "run rillflow plan RECIPE --cluster FILE, or rillflow plan --model config.json "
+            "--gpus 64xH100 --algorithm NAME --response mean=2000,max=8192",
+        )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def describe(
+    arguments: Namespace, hardware: Hardware, response: Lengths | None, prompt: Lengths | None
 ) -> Statement:
-    """Return the problem for the options of ``rillflow plan --help``, with its assumptions.
+    """Return the step that the options describe in place of a recipe.
 
     Args:
-        settings: changed settings, ``KEY=VALUE``, among ``SETTINGS``.
-        freshness: bound of a given layout.
+        arguments: options of ``rillflow plan``.
+        hardware: the devices.
+        response: lengths of responses; None to measure all lengths in the run of ``--lengths``.
+        prompt: lengths of prompts; None for the default.
 
     Raises:
-        PlanError: the options contradict each other or are invalid.
+        PlanError: an option is invalid.
     """
-    require_within("--steps", steps, 0, 1_000_000_000)
-    require_within("--reward-seconds", reward_seconds, 0, 86_400)
-    hardware, changed = cluster(gpus, like or UNASKED, between or LINK, price), set_of(settings)
-    graph = stack_graph(hardware, like, algorithm, minibatches, layout) if like else graph_of(algorithm)
-    rows, answers = lengths(prompt, "--prompt"), lengths(response, "--response")
-    packed = rows.limit + answers.limit if like else Workload.tokens_per_micro_batch
-    workload = Workload(
-        prompts=prompts,
-        samples=samples,
-        prompt=rows,
-        response=answers,
-        minibatches=minibatches,
-        function_s=reward_seconds,
-        tokens_per_micro_batch=changed.get("policy.tokens_per_micro_batch", packed),
-        dtype=changed.get("policy.model.dtype", "bfloat16"),
-    )
+    minibatches = 1 if arguments.minibatches is None else arguments.minibatches
+    algorithm = arguments.algorithm.partition(",")[0] if arguments.like else arguments.algorithm
+    graph = graph_of(algorithm, minibatches)
+    changed = values(pairs_of(arguments.set), SETTINGS, "--set without a recipe")
+    rows = {
+        "prompts": 512 if arguments.prompts is None else arguments.prompts,
+        "samples": 8 if arguments.samples is None else arguments.samples,
+        "minibatches": minibatches,
+        "tokens_per_micro_batch": changed.get(PACKED, Workload.tokens_per_micro_batch),
+        "dtype": changed.get("policy.model.dtype", "bfloat16"),
+        "rows_at_once": changed.get(ROWS_AT_ONCE, MAX_ROWS),
+    }
+    if response is None:
+        from rillflow_planner.recipe_rows import measured
+
+        workload = measured(rows, arguments.lengths)
+    else:
+        workload = sharing(Workload(prompt=prompt or lengths("256", "--prompt"), response=response, **rows))
+    shape = open_shape(arguments.model)
+    roles = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
+    alike = f"{' and '.join(roles)}: all have the shape of the given model"
     problem = Problem(
         graph=graph,
-        shapes=_shapes(graph, open_shape(model)),
+        shapes={role: replace(shape, is_scalar=role in _TRAINED) for role in roles},
         workload=workload,
         hardware=hardware,
-        layouts=LAYOUTS[hardware.published.layouts if like and hardware.published else "rillflow"],
-        recomputes=changed.get("policy.gradient_checkpointing", True),
+        recomputes=changed.get(CHECKPOINTING, True),
     )
     return Statement(
         problem=problem,
-        assumptions=tuple(_assumed(problem, response, between)),
-        steps=steps,
-        stack=like,
-        placed=replace(layout_of(layout, hardware, freshness), name=algorithm) if layout else None,
-        may_recompute="policy.gradient_checkpointing" not in changed,
+        assumptions=(alike,) if len(roles) > 1 else (),
+        steps=arguments.steps or 0,
+        may_recompute=CHECKPOINTING not in changed,
+        named=frozenset(changed),
     )
 
 
-def _shapes(graph: Graph, shape: ModelShape) -> dict[str, ModelShape]:
-    models = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
-    return {role: replace(shape, is_scalar=role in _TRAINED) for role in models}
-
-
-def _assumed(problem: Problem, response: str, between: str) -> Iterator[str]:
-    """Yield a sentence for every assumption of the short form."""
-    if len(problem.shapes) > 1:
-        yield f"{' and '.join(problem.shapes)}: all have the shape of the given model"
-    otherwise = "" if "sigma" in response else "set sigma=... or p90=... in --response to change it"
-    yield from assumed(problem, lengths=otherwise, seconds="set --reward-seconds to its seconds per row")
-    if not between and problem.hardware.devices > MACHINE:
-        yield f"{LINK} per device between machines; set --between to change it"
-
-
-def set_of(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the values of ``KEY=VALUE`` settings.
+def ask(step: Statement, arguments: Namespace) -> Statement:
+    """Return the question that the options ask about a step, with its assumptions.
 
     Raises:
-        PlanError: a key is not in ``SETTINGS``, or its value is invalid.
+        PlanError: the options contradict the step, the devices, or each other.
     """
-    found: dict[str, Any] = {}
+    for name in ("scoring_tokens", "steps"):
+        if vars(arguments)[name] is not None:
+            require_within(_option(name), vars(arguments)[name], 1, 1_000_000_000)
+    problem, like = step.problem, arguments.like or ""
+    if like:
+        is_apart = "separate" in (arguments.layout or "") or min(arguments.freshness) > 0
+        algorithm = arguments.algorithm or problem.graph.name
+        problem = of_stack(problem, like, algorithm, step.named, is_apart=is_apart)
+    elif arguments.scoring_tokens is not None:
+        why = "Rillflow scores with micro-batches of the size that it trains with"
+        raise PlanError("--scoring-tokens is given without --like", why=why, fix=f"set {PACKED}")
+    if arguments.reward_seconds and not any(
+        problem.work(one) is Work.FUNCTION for one in problem.graph.stages
+    ):
+        why = f"{problem.graph.name} has no reward function"
+        raise PlanError(f"--reward-seconds is {arguments.reward_seconds:g}", why=why, fix="leave it out")
+    changes = {
+        "tokens_per_pass": arguments.tokens_per_pass,
+        "function_s": arguments.reward_seconds,
+        "scoring_tokens": arguments.scoring_tokens,
+    }
+    known = {name: value for name, value in changes.items() if value is not None}
+    problem = replace(problem, workload=replace(problem.workload, **known))
+    placed = layout_of(arguments.layout, problem, arguments.freshness, like) if arguments.layout else None
+    assumptions = (*step.assumptions, *_assumed(problem, arguments))
+    return replace(step, problem=problem, assumptions=assumptions, stack=like, placed=placed)
+
+
+def of_stack(
+    problem: Problem, like: str, algorithm: str, named: Container[str], *, is_apart: bool
+) -> Problem:
+    """Return the policy's step as a published stack makes it, with its own defaults of settings not named."""
+    workload, published = problem.workload, problem.hardware.published
+    packed, at_once = workload.prompt.limit + workload.response.limit, Workload.rows_at_once
+    graph = stack_graph(problem.hardware, like, algorithm, workload.minibatches, is_apart=is_apart)
+    return replace(
+        problem,
+        graph=graph,
+        shapes={"policy": problem.shapes["policy"]},
+        workload=replace(
+            workload,
+            packing=Packing(),
+            tokens_per_micro_batch=workload.tokens_per_micro_batch if PACKED in named else packed,
+            rows_at_once=workload.rows_at_once if ROWS_AT_ONCE in named else at_once,
+        ),
+        layouts=LAYOUTS[published.layouts if published else "rillflow"],
+    )
+
+
+def _assumed(problem: Problem, arguments: Namespace) -> Iterator[str]:
+    """Yield a sentence for every assumption that an option replaces."""
+    spread = "set sigma=... or p90=... in --response to change it"
+    told = "" if re.search("sigma|p[1-9]", arguments.response or "") else spread
+    otherwise = told if arguments.response else "set --response, or measure with --lengths RUN"
+    yield from assumed(problem, lengths=otherwise, seconds="set --reward-seconds to its seconds per row")
+    fleet = problem.hardware.fleets[0]
+    if arguments.gpus and not arguments.between and fleet.devices > fleet.per_machine:
+        rate = f"{fleet.between_bandwidth / 1e9:g} GB/s"
+        yield f"{rate} per device between machines; set --between to change it"
+    if arguments.gpus and not arguments.per_machine and fleet.device.rack:
+        yield f"{fleet.per_machine} devices are joined by NVLink; set --per-machine to change it"
+
+
+def pairs_of(settings: Sequence[str]) -> dict[str, Any]:
+    """Return ``KEY=VALUE`` settings with numbers, true and false as such, and other values as text.
+
+    Raises:
+        PlanError: a key is given twice.
+    """
+    said: dict[str, Any] = {}
     for one in settings:
         key, _, value = (part.strip() for part in one.partition("="))
-        found[key] = _SPOKEN.get(value, int(value) if value.isdecimal() else value)
-    return values(found, SETTINGS, "--set without a recipe")
+        if key in said:
+            raise PlanError(f"{key} is given twice", why="one value applies", fix=_LEAVE)
+        try:
+            said[key] = json.loads(value)
+        except ValueError:
+            said[key] = value
+    return said
 
 
-def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int, layout: str = "") -> Graph:
+def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int, *, is_apart: bool) -> Graph:
     """Return the step of a published stack: the policy's stages one after the other.
 
     A stack whose steps train once on all rows may take the policy's log-probabilities from training: then
@@ -152,15 +273,15 @@ def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int,
     known = hardware.published.steps if hardware.published else {}
     once = f"{algorithm}, once"
     stages = known.get(once if minibatches == 1 and once in known else algorithm)
-    stages = known.get(f"{algorithm}, separate" if "separate" in layout else "", stages)
+    stages = known.get(f"{algorithm}, separate" if is_apart else "", stages)
     if stages is None:
         why = (
-            f"published steps of {like} are of {', '.join(known)}"
+            f"published steps of {like} are of {', '.join(dict.fromkeys(one.split(',')[0] for one in known))}"
             if known
             else "no steps of it were published"
         )
         fix = "leave out --like, and Rillflow's own step is planned"
-        raise PlanError(f"--like is {like} and --algorithm {algorithm!r}", why=why, fix=fix)
+        raise PlanError(f"--like is {like} and the algorithm {algorithm!r}", why=why, fix=fix)
     names = [stage.split(".") for stage in stages]
     return _graph(algorithm, names, [(index, index + 1, ()) for index in range(len(names) - 1)])
 
@@ -180,39 +301,6 @@ def _graph(name: str, stages: Sequence[Sequence[str]], edges: Sequence[Any]) -> 
     )
 
 
-def layout_of(text: str, hardware: Hardware, freshness: float) -> Plan:
-    """Return the plan of one model on a given layout, such as ``tp=4,pp=2,generate=4,separate=64``.
-
-    Raises:
-        PlanError: unknown axes, or devices that the axes do not divide.
-    """
-    parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
-    said = values({key: int(one) if one.isdecimal() else one for key, _, one in parts}, _AXES, "--layout")
-    axes = {axis: said.get(axis, 1) for axis in ("tp", "pp", "cp")}
-    fleet, apart, generate = hardware.fleets[0], said.get("separate", 0), said.get("generate", axes["tp"])
-    ways, trained, streams = math.prod(axes.values()), fleet.devices - apart, said.get("streams", 0)
-    if (
-        trained < 1
-        or trained % ways
-        or (apart or trained) % generate
-        or bool(apart) != bool(freshness or streams)
-    ):
-        raise PlanError(
-            f"--layout is {text!r}, for {fleet.devices} devices and freshness {freshness:g}",
-            why=f"{trained} devices train in groups of {ways}, and {apart or trained} generate in groups of "
-            f"{generate}; above freshness 0, or with streams=N, generation has separate devices (separate=N)",
-            fix="choose axes that divide the devices, such as tp=4,pp=2,generate=4",
-        )
-    grid = Grid(dp=trained // ways, ep=said.get("ep", 1), is_sharded=bool(said.get("fsdp", 0)), **axes)
-    pools = [fleet.pool("train", trained)]
-    units = {"policy": PlannedUnit(pool="train", grid=grid, generate_tp=0 if apart else generate)}
-    if apart:
-        pools.append(fleet.pool("sample", apart))
-        own = Grid(dp=apart // generate, tp=generate)
-        units[SAMPLER] = PlannedUnit(pool="sample", grid=own, generate_tp=generate)
-    return Plan(name="policy", pools=tuple(pools), units=units, freshness=freshness, streams=streams)
-
-
 def open_shape(file: Path, name: str = "") -> ModelShape:
     """Read the sizes of a model from its config.json, or from the folder with that file.
 
@@ -230,34 +318,85 @@ def open_shape(file: Path, name: str = "") -> ModelShape:
     return read_shape(found, name or file.parent.name or file.name)
 
 
-def graph_of(algorithm: str) -> Graph:
+def graph_of(algorithm: str, minibatches: int = 0) -> Graph:
     """Return the step of a shipped algorithm, traced from its recipe.
+
+    With several minibatches, a step may compute the log-probabilities of the policy that it began with.
+
+    Args:
+        algorithm: its name.
+        minibatches: optimiser steps per pass; 0 for those of its recipe.
 
     Raises:
         PlanError: no shipped algorithm has this name.
     """
     known = json.loads(_GRAPHS.read_text("utf-8"))
-    if algorithm not in known:
-        why = f"shipped algorithms are {', '.join(known)}"
-        raise PlanError(f"--algorithm is {algorithm!r}", why=why, fix=nearest(algorithm, known))
-    return _graph(algorithm, known[algorithm]["stages"], known[algorithm]["edges"])
+    names = [name for name in known if "," not in name]
+    if algorithm not in names:
+        why = f"shipped algorithms are {', '.join(names)}"
+        raise PlanError(f"--algorithm is {algorithm!r}", why=why, fix=nearest(algorithm, names))
+    case = algorithm + ("" if not minibatches else ", once" if minibatches == 1 else ", often")
+    traced = known[case if case in known else algorithm]
+    return _graph(algorithm, traced["stages"], traced["edges"])
 
 
-def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
-    """Return a cluster of shipped devices on machines of eight.
+def cluster(gpus: str, like: str, **more: Any) -> dict[str, Any]:
+    """Return the content of a cluster file for shipped devices.
+
+    Args:
+        gpus: number and type of devices.
+        like: factor set; empty for Rillflow's own. A stack that does not place its ranks by rack joins only
+            the devices of a node.
+        **more: ``per_machine``, ``between`` and ``price`` if given.
 
     Raises:
-        PlanError: ``gpus`` has no count, or names an unknown device.
+        PlanError: ``gpus`` has no count or an unknown device, or a value is invalid.
     """
-    found = re.fullmatch(r"\s*([1-9][0-9]*)\s*[x*]\s*(\S+)\s*", gpus)
-    if found is None:
-        why = "it must be a number of devices, 1 or more, and their type"
-        raise PlanError(f"--gpus is {gpus!r}", why=why, fix="write it like --gpus 64xH100")
-    count, kind = int(found[1]), found[2]
-    fleet = {"device": kind, "devices": count, "per_machine": min(count, MACHINE), "between": between}
-    fleet |= {"price": price} if price else {}
-    data = {"name": f"{count} x {kind}", "like": like, "machine_type": [fleet]}
-    return read_hardware(data, "the --gpus cluster")
+    said = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*[x*]\s*(\S+)\s*", gpus)
+    devices, stacks = shipped_devices(), shipped_stacks()
+    if said is None or said[2] not in devices:
+        known = f"it must be a number of devices, 1 or more, and their type: {', '.join(devices)}"
+        fix = "write it like --gpus 64xH100" if said is None else nearest(said[2], devices)
+        raise PlanError(f"--gpus is {gpus!r}", why=known, fix=fix)
+    if like:
+        one_of(stacks)(like, "--like")
+    for name, reader in (("price", units.PRICE), ("per_machine", whole(1))):
+        if more.get(name) is not None:
+            reader(more[name], _option(name))
+    count, device = int(said[1]), devices[said[2]]
+    like = like or (OWN if device.name == "cpu" else UNASKED)
+    usual = LINK if units.RATE(LINK, "") <= device.memory_bandwidth else f"{device.inside_bandwidth:g} B/s"
+    between = more.get("between") or usual
+    rate = units.RATE(between, "--between")
+    require_slower(rate, device.memory_bandwidth, "--between, the link between machines,")
+    require_within("the number of --gpus", count, 1, MOST_DEVICES)
+    joined = device.rack or device.machine
+    if count > joined and stacks[like].engine.scatters:
+        joined = device.machine
+    joined = min(count, more.get("per_machine") or joined)
+    if count % joined:
+        raise PlanError(
+            f"--gpus is {gpus!r}, and a machine has {joined}",
+            why="all machines have the same number of devices",
+            fix=f"plan for {count // joined * joined} or {-(-count // joined) * joined} devices, or set "
+            f"--per-machine to a divisor of {count}",
+        )
+    fleet = {"device": device.name, "devices": count, "per_machine": joined, "between": between}
+    fleet |= {"price": more["price"]} if more.get("price") else {}
+    return {"name": f"{count} x {device.name}", "like": like, "machine_type": [fleet]}
+
+
+def hardware_of(arguments: Namespace, file: Mapping[str, Any] | None) -> Hardware:
+    """Return the devices of a cluster file's content, or of ``--gpus``, with ``--like`` and ``--engine``."""
+    where = str(arguments.cluster or f"--gpus {arguments.gpus}")
+    if file is None:
+        more = {name: vars(arguments)[name] for name in ("per_machine", "between", "price")}
+        file = cluster(arguments.gpus, arguments.like or "", **more)
+    stack = {"like": arguments.like} if arguments.like else {}
+    changes = pairs_of(arguments.engine)
+    read(EngineFactors, changes, "--engine", EngineFactors())
+    engine = {"engine": {**file.get("engine", {}), **changes}} if changes else {}
+    return read_hardware({**file, **stack, **engine}, where)
 
 
 def lengths(text: str, where: str) -> Lengths:

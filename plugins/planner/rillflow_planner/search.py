@@ -6,7 +6,7 @@ units ─> placements: set partitions, with each freshness bound ─ lowest boun
   └─> allocations of sizes to pools, those with the lowest bounds kept ─ evaluate the best few ─> Ranked
 
 The search is a heuristic: it chooses grids pool by pool by the pool's busy seconds, and evaluates few
-allocations. docs/log.md compares it with an exact search.
+allocations. benchmarks/log.md compares it with an exact search.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.costs import CostsOf
-from rillflow_planner.evaluate import evaluate, predicted
+from rillflow_planner.evaluate import evaluate
 from rillflow_planner.hardware import Hardware
 from rillflow_planner.misfit import no_plan_fits
 from rillflow_planner.problem import Problem
-from rillflow_planner.ranking import ClusterSize, Goal, Ranked, Ranking, SearchObjective, explained
+from rillflow_planner.ranking import ClusterSize, Goal, Ranked, Ranking, SearchObjective, explained, rank
 from rillflow_planner.variant import Variant, preference
-from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
+from rillflow_planner.workload import Lengths, lengths_of_mean
 
 KEPT = 8
 """Number of ranked placements."""
@@ -41,6 +41,7 @@ def search(
     objective: SearchObjective | None = None,
     freshness: Sequence[float] = (0,),
     separate_in_step: bool = False,
+    recomputes: Sequence[bool] = (),
     kept: int = KEPT,
     times: Sequence[Fraction | int] = (),
 ) -> Ranking:
@@ -52,43 +53,51 @@ def search(
         objective: quantity to minimise; by default the seconds of a step.
         freshness: bounds to try; 0 generates on the policy's training devices, others on a separate sampler.
         separate_in_step: whether to also try bound 0 with a separate sampler, which waits during training.
+        recomputes: whether activations may be kept, recomputed, or either; by default as the problem says.
         kept: number of ranked placements.
         times: factors for the machines of other cluster sizes; those that split a machine are ignored.
 
     Raises:
         PlanError: no plan fits, or none meets the deadline.
     """
-    objective = objective or SearchObjective()
+    objective, choices = objective or SearchObjective(), recomputes or (problem.recomputes,)
     _require_prices(problem, objective)
     other = [scaled(problem.hardware, Fraction(factor)) for factor in sorted(times)]
     clusters = [hardware for hardware in other if hardware is not None]
     largest = max([problem.hardware, *clusters], key=lambda hardware: hardware.devices)
-    steps = [replace(problem, hardware=largest, samples_apart=False, freshness=0)] if 0 in freshness else []
-    bounds = sorted(bound for bound in set(freshness) if bound or separate_in_step)
-    steps += [replace(problem, hardware=largest).apart(bound) for bound in bounds]
-    made = [Variant(one, costs(one), objective) for one in steps]
-    ranking = _search(made, _room(problem.hardware), kept)
+    whole = replace(problem, hardware=largest)
+    steps = [replace(whole, samples_apart=False, freshness=0)] if 0 in freshness else []
+    steps += [whole.apart(bound) for bound in sorted(set(freshness)) if bound or separate_in_step]
+    made = []
+    for step in steps:
+        ways = [replace(step, recomputes=one) for one in choices]
+        made.append([Variant(one, costs(one), objective) for one in ways])
+    ranking = _search(made, problem.hardware, kept)
     if not ranking.best:
         if math.isfinite(objective.deadline_s):
-            slow = search(problem, costs, freshness=freshness, separate_in_step=separate_in_step)
+            again: Any = {"separate_in_step": separate_in_step, "recomputes": choices}
+            slow = search(problem, costs, freshness=freshness, **again)
             what = f"no plan of {problem.graph.name} meets the deadline of {objective.deadline_s:g} s"
             raise PlanError(
                 what,
                 why=f"the fastest step takes {slow.best[0].value:.4g} s",
                 fix="allow more seconds, more devices, or a freshness bound",
             )
-        step = replace(made[0].problem, hardware=problem.hardware)
-        raise no_plan_fits(step, costs)
+        raise no_plan_fits(replace(made[0][-1].problem, hardware=problem.hardware), costs)
     sizes: list[ClusterSize] = []
     for hardware in clusters:
         is_own = hardware.devices == problem.hardware.devices
-        found = ranking if is_own else _search(made, _room(hardware), 1)
+        found = ranking if is_own else _search(made, hardware, 1)
         sizes.append(_sized(problem, hardware, next(iter(found.best), None), sizes))
     return replace(ranking, sizes=tuple(sizes))
 
 
 def ranked_as_placed(
-    problem: Problem, costs: CostsOf, plan: Plan, times: Sequence[Fraction | int] = ()
+    problem: Problem,
+    costs: CostsOf,
+    plan: Plan,
+    recomputes: Sequence[bool] = (),
+    times: Sequence[Fraction | int] = (),
 ) -> Ranking:
     """Return a given plan as a ranking, and the same layout with other numbers of data-parallel ranks.
 
@@ -102,9 +111,16 @@ def ranked_as_placed(
             name: replace(unit, grid=replace(unit.grid, dp=int(unit.grid.dp * factor)))
             for name, unit in plan.units.items()
         }
-        step = replace(problem.of_plan(plan), hardware=hardware)
-        found, evaluation = predicted(step, costs(step), replace(plan, pools=pools, units=units))
-        return Ranked(plan=found, evaluation=evaluation, value=evaluation.step_s)
+        larger, found = replace(plan, pools=pools, units=units), []
+        for one in recomputes or (problem.recomputes,):
+            step = replace(problem.of_plan(plan), hardware=hardware, recomputes=one)
+            try:
+                found.append(rank(step, costs(step), larger, SearchObjective()))
+            except PlanError as error:
+                misfit = error
+        if not found:
+            raise misfit
+        return min(found, key=lambda one: one.value)
 
     sizes: list[ClusterSize] = []
     for factor in sorted(map(Fraction, times)):
@@ -129,24 +145,23 @@ def _sized(
     return ClusterSize(devices=hardware.devices, best=best, rows_per_s=rows, gain=gain)
 
 
-def _room(hardware: Hardware) -> NDArray[np.int64]:
-    return np.array([fleet.devices for fleet in hardware.fleets])
-
-
-def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> Ranking:
-    """Return the best plans within the given devices of each machine type."""
-    every = [(variant, partition) for variant in variants for partition in variant.partitions]
-    bounds = [variant.bound(partition, room) for variant, partition in every]
+def _search(made: Sequence[Sequence[Variant]], hardware: Hardware, kept: int) -> Ranking:
+    """Return the best plans within a cluster; variants of one bound share their placements."""
+    room = np.array([fleet.devices for fleet in hardware.fleets])
+    every = [(alike, partition) for alike in made for partition in alike[0].partitions]
+    bounds = [min(one.bound(partition, room) for one in alike) for alike, partition in every]
     found: list[Ranked] = []
     nowhere = 0
     for place in np.argsort(bounds, kind="stable"):
-        variant, partition = every[place]
+        alike, partition = every[place]
         if len(found) >= kept and bounds[place] > found[kept - 1].value:
             break
-        best = variant.best(partition, room) if np.isfinite(bounds[place]) else None
+        ranked = [one.best(partition, room) for one in alike if np.isfinite(bounds[place])]
+        best = min((one for one in ranked if one is not None), key=preference, default=None)
         nowhere += best is None
         found = sorted([*found, *([] if best is None else [best])], key=preference)
-    ranked = [*found[:1], *(explained(one, found[0]) for one in found[1:kept])]
+    own = [replace(one, problem=replace(one.problem, hardware=hardware)) for one in found[:kept]]
+    ranked = [*own[:1], *(explained(one, own[0]) for one in own[1:])]
     return Ranking(best=tuple(ranked), placements=len(every), nowhere=nowhere)
 
 
@@ -170,7 +185,7 @@ def _require_prices(problem: Problem, objective: SearchObjective) -> None:
         raise PlanError(
             f"the objective is cost, and machine type {free[0]} has no price",
             why="plans on machines without a price would always win",
-            fix='set --price "2.5 $/h", or in every [[machine_type]] a price such as price = "2.5 $/h"',
+            fix='set in every [[machine_type]] a price such as price = "2.5 $/h"',
         )
 
 
@@ -188,45 +203,23 @@ class Variation:
     """Seconds of a step of the originally best plan; infinite if it no longer fits."""
     best: int
     """Index of the ranked plan that is then the best, from 0."""
-    gain: float | None
-    """Relative gain of the next cluster size; None if it was not computed."""
 
 
-def variations(
-    problem: Problem, costs: CostsOf, plans: Sequence[Plan], sizes: Sequence[ClusterSize]
-) -> list[Variation]:
-    """Evaluate plans and the next size for answers half and twice as long, and for a heavier tail."""
+def variations(costs: CostsOf, best: Sequence[Ranked]) -> list[Variation]:
+    """Evaluate the best plans for answers half and twice as long, and for a heavier tail."""
     found = []
-    for what, response in _changed(problem.workload.response):
-        workload = replace(problem.workload, response=response)
-        steps = [step_s(problem, costs, plan, workload) for plan in plans]
-        best = min(range(len(steps)), key=lambda place: steps[place])
-        gain = gain_of(problem, costs, sizes, workload)
-        found.append(Variation(what=what, step_s=steps[0], best=best, gain=gain))
+    for what, response in _changed(best[0].problem.workload.response):
+        steps = [step_s(one, costs, response) for one in best]
+        first = min(range(len(steps)), key=lambda place: steps[place])
+        found.append(Variation(what=what, step_s=steps[0], best=first))
     return found
 
 
-def gain_of(
-    problem: Problem, costs: CostsOf, sizes: Sequence[ClusterSize], workload: Workload
-) -> float | None:
-    """Return the gain of the next larger cluster for a workload, keeping the best plan of each size."""
-    devices = problem.hardware.devices
-    own = next((size.best for size in sizes if size.devices == devices), None)
-    more = next((size for size in sizes if size.devices > devices), None)
-    if own is None or more is None or more.best is None:
-        return None
-    hardware = scaled(problem.hardware, Fraction(more.devices, devices))
-    assert hardware is not None, "a larger cluster has whole machines"
-    larger = replace(problem, hardware=hardware)
-    now, then = step_s(problem, costs, own.plan, workload), step_s(larger, costs, more.best.plan, workload)
-    return now / then - 1 if max(now, then) < float("inf") else None
-
-
-def step_s(problem: Problem, costs: CostsOf, plan: Plan, workload: Workload) -> float:
-    """Return the seconds of a plan's step for a workload; infinite if it does not fit."""
-    step = replace(problem.of_plan(plan), workload=workload)
+def step_s(one: Ranked, costs: CostsOf, response: Lengths) -> float:
+    """Return the seconds of a plan's step for other lengths of answers; infinite if it does not fit."""
+    step = replace(one.problem, workload=replace(one.problem.workload, response=response))
     try:
-        return evaluate(step, costs(step), plan).step_s
+        return evaluate(step, costs(step), one.plan).step_s
     except PlanError:
         return float("inf")
 

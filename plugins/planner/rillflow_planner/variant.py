@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from rillflow.placement.plan import SAMPLER, Plan, PlannedUnit
 from rillflow_planner.cost_model.costs import CostModel
-from rillflow_planner.cost_model.grids import Option
-from rillflow_planner.evaluate import predicted
+from rillflow_planner.cost_model.options import Option
+from rillflow_planner.evaluate import BESIDE, in_turn, tasks_of
 from rillflow_planner.problem import Problem
-from rillflow_planner.ranking import Floats, Ranked, SearchObjective
-from rillflow_planner.schedule import BESIDE, in_turn, tasks_of
+from rillflow_planner.ranking import Floats, Ranked, SearchObjective, rank
 
 Whole = NDArray[np.int64]
 Pool = tuple[int, ...]
@@ -140,9 +139,7 @@ class Variant:
             units=units,
             freshness=self.problem.freshness,
         )
-        plan, found = predicted(self.problem, self._costs, plan)
-        value = float(self._valued(np.array([found.step_s]), row[None])[0])
-        return Ranked(plan=plan, evaluation=found, value=value)
+        return rank(self.problem, self._costs, plan, self._objective)
 
     def _allocations(self, partition: Partition, room: Whole) -> Whole:
         """Return places of pools, [allocations, pools], extended pool by pool from the lowest bounds."""
@@ -250,14 +247,10 @@ class Variant:
                 stage = self._stages[index]
                 seconds[index] = spent = self._costs.generate_s(stage, decoder)
                 load += self._costs.steady_s(stage, decoder) if bound else spent
-        busy = load
         if self.problem.samples_apart:
             seconds |= dict.fromkeys(self.problem.publishing.intersection(seconds), 0.0)
-            for unit, option in zip(units, options, strict=True):
-                if unit.name == SAMPLER or self.problem.publishing.intersection(unit.stages):
-                    busy += self._costs.crossing_side_s(unit, option, fleet.name)
         latency = sum(seconds.values()) / (bound + 1)
-        score = max(busy, latency) + 0.1 * (busy + latency) if bound else busy
+        score = max(load, latency) + 0.1 * (load + latency) if bound else load
         if score >= most:
             return None
         return _Way(options=tuple(options), seconds=seconds, load_s=load, score=score)

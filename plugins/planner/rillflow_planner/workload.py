@@ -7,7 +7,7 @@ mean and limit, or lengths of a run ──> Lengths ─┬─ mean, mean_square 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist
 from typing import Literal
@@ -20,7 +20,23 @@ from rillflow.errors import PlanError
 MOST_TOKENS = 100_000_000
 """Largest accepted length."""
 _MOST_ROWS = 1_000_000_000
+MOST_ROWS = 2**18
+"""Largest number of rows of a step."""
 _NORMAL = NormalDist()
+_BOUNDS = {
+    "prompts": ("--prompts (algorithm.prompts_per_step)", 1, _MOST_ROWS),
+    "samples": ("--samples (algorithm.samples_per_prompt)", 1, _MOST_ROWS),
+    "epochs": ("algorithm.epochs", 1, _MOST_ROWS),
+    "minibatches": ("--minibatches (algorithm.minibatches)", 1, _MOST_ROWS),
+    "tokens_per_micro_batch": ("policy.tokens_per_micro_batch", 1, _MOST_ROWS),
+    "rows_at_once": ("rollout.max_rows", 1, _MOST_ROWS),
+    "scoring_tokens": ("--scoring-tokens", 0, _MOST_ROWS),
+    "tokens_per_pass": ("--tokens-per-pass", 1, 100),
+    "gradient_share": ("the share of rows with a gradient", 0, 1),
+    "function_s": ("--reward-seconds", 0, 86_400),
+    "rows": ("the rows of a step, prompts x samples,", 1, MOST_ROWS),
+}
+"""Option or setting, least and most of every number of a workload."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,17 +203,14 @@ class Workload:
     """Share of a step's rows with a gradient; training only runs the forward pass on the others."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "samples", "epochs", "minibatches", "tokens_per_micro_batch", "rows_at_once"):
-            require_within(name, vars(self)[name], 1, _MOST_ROWS)
+        for name, (told, least, most) in _BOUNDS.items():
+            require_within(told, self.rows if name == "rows" else vars(self)[name], least, most)
         if self.minibatches > self.rows:
             raise PlanError(
-                f"minibatches is {self.minibatches} and a step has {self.rows} rows",
+                f"--minibatches is {self.minibatches} and a step has {self.rows} rows",
                 why="every optimiser step needs a row",
                 fix=f"set at most {self.rows} minibatches",
             )
-        require_within("tokens_per_pass", self.tokens_per_pass, 1, 100)
-        require_within("gradient_share", self.gradient_share, 0, 1)
-        require_within("function_s", self.function_s, 0, 86_400)
 
     @property
     def rows(self) -> int:
@@ -226,3 +239,21 @@ class Workload:
         length.
         """
         return self.prompt.mean + self.response.mean_square / (2 * max(self.response.mean, 1e-9))
+
+
+def sharing(workload: Workload) -> Workload:
+    """Return the workload of sampled rows that share nothing but their prompts."""
+    response, prompt = workload.response.mean, workload.prompt.mean
+    trained, scored = (
+        (response + prompt * distinct_prompts(workload.samples, parts)) / (response + prompt)
+        for parts in (workload.minibatches, 1)
+    )
+    return replace(workload, packing=Packing(trained=trained, scored=scored))
+
+
+def distinct_prompts(samples: int, parts: int) -> float:
+    """Return the share of a prompt's rows that are its first in their part, with rows drawn to equal parts.
+
+    With s rows in p parts it is ``p (1 - (1 - 1/p)^s) / s``: a part is empty with probability (1 - 1/p)^s.
+    """
+    return parts * (1.0 - (1.0 - 1.0 / parts) ** samples) / samples

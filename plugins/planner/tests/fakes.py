@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
-from rillflow_planner.cost_model.grids import Option
+from rillflow_planner.cost_model.options import Option
 from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.hardware import Device, EngineFactors, Factors, Fleet, Hardware
 from rillflow_planner.model_shape import ModelShape
@@ -41,6 +41,8 @@ class FakeDecoder:
     row_s: float = 0.0005
     context_s: float = 0.0
     prompt_s: float = 0.0001
+    row_begin_s: float = 0.0
+    begin_s: float = 0.0
 
     def advance_s(self, rows: int, context_tokens: float, tokens: float) -> float:
         context = context_tokens + rows * tokens / 2
@@ -48,9 +50,6 @@ class FakeDecoder:
 
     def prefill_s(self, tokens: float) -> float:
         return self.prompt_s * tokens
-
-    def entry_s(self, rows: float) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +117,6 @@ class FakeCosts:
 
     def crossing_s(self, source: Seat, sampler: Seat) -> float:
         return self.weights_s
-
-    def crossing_side_s(self, unit: Unit, option: Option, fleet: str) -> float:
-        return 0.0
 
     def _rows(self, stage: Stage) -> int:
         return self.workload.prompts if stage.endpoint == "greedy" else self.workload.rows

@@ -14,9 +14,8 @@ from plugins.planner.tests.toys import ToyCosts, toy_fleet, toy_problem
 from rillflow.errors import PlanError
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool
-from rillflow_planner.evaluate import evaluate
+from rillflow_planner.evaluate import evaluate, last_s
 from rillflow_planner.problem import Problem
-from rillflow_planner.schedule import last_s
 from rillflow_planner.search import search
 
 PROBLEM = toy_problem(1, roles=3, fleets=[toy_fleet()])

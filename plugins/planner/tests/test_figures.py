@@ -22,9 +22,8 @@ from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model import compute, memory, transfers
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.generation import decoder_of
-from rillflow_planner.cost_model.grids import grids_of
 from rillflow_planner.cost_model.links import all_gather_s, all_reduce_s, all_to_all_s, send_s
-from rillflow_planner.cost_model.options import LAYOUTS
+from rillflow_planner.cost_model.options import LAYOUTS, grids_of
 from rillflow_planner.hardware import Factors
 from rillflow_planner.problem import Problem
 from rillflow_planner.search import search
@@ -63,9 +62,10 @@ def formulas(name: str) -> dict[str, Any]:
     """Return the seconds and bytes of one model on several grids."""
     one = SETTINGS[name]
     load = compute.load_of(one.workload, GRIDS.dp, one.workload.minibatches, cp=GRIDS.cp)
-    by_load = (compute.activations_s, compute.attention_s, compute.launches_s, compute.tensor_s)
-    by_load += (compute.context_s, compute.experts_s, compute.pipeline_s, compute.gathers_s)
-    found: dict[str, Any] = {each.__name__: each(one, load, GRIDS, 3.0) for each in by_load}
+    by_load = (compute.blocks_s, compute.tensor_s, compute.context_s, compute.experts_s)
+    found: dict[str, Any] = {each.__name__: each(one, load, GRIDS) for each in by_load}
+    found |= {each.__name__: each(one, load, GRIDS, 3.0) for each in (compute.pipeline_s, compute.gathers_s)}
+    found["work_of"] = vars(compute.work_of(one, load, GRIDS, 3.0, 0.4))
     by_grid = (compute.gradients_s, compute.optimizer_s, compute.score_s, compute.train_s)
     by_grid += (memory.weight_bytes, memory.optimizer_bytes, memory.training_bytes, memory.scoring_bytes)
     found |= {each.__name__: each(one, GRIDS) for each in by_grid}

@@ -6,21 +6,20 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugins.planner.tests.toys import question
 from rillflow.errors import PlanError
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.evaluate import evaluate
-from rillflow_planner.gathering import GatherProposal, Tail, _busy_until, best_gathering, gathered, proposed
+from rillflow_planner.gathering import GatherProposal, Tail, best_gathering, gathered, proposed
 from rillflow_planner.problem import Work
 from rillflow_planner.ranking import PAYS
-from rillflow_planner.request import state_request
 
 
 def flat(_: int) -> float:
@@ -114,15 +113,15 @@ def test_gathering_gains_with_scorers_and_a_long_tail_and_not_without_scorers() 
 
 
 def test_impossible_input_is_refused() -> None:
-    with pytest.raises(PlanError, match="the threshold is 5 rows, the batch has 4"):
+    with pytest.raises(PlanError, match="the threshold of rows to gather is 5"):
         gathered(FOUR, 5, 1)
-    with pytest.raises(PlanError, match="the threshold is -1 rows"):
+    with pytest.raises(PlanError, match="the threshold of rows to gather is -1"):
         gathered(FOUR, -1, 1)
-    with pytest.raises(PlanError, match=r"(?s)4 rows on 1 of 2 replicas.*take 4 to 2|4 rows on 1 of 2"):
-        gathered(replace(FOUR, most_rows=1), 4, 1)
-    with pytest.raises(PlanError, match="0 rows, of which the shortest has 0 tokens"):
+    with pytest.raises(PlanError, match="the number of replicas for 4 rows, 1 on each, is 1"):
+        gathered(replace(FOUR, most_rows=1, replicas=4), 4, 1)
+    with pytest.raises(PlanError, match="no lengths of rows are known"):
         replace(FOUR, lengths=())
-    with pytest.raises(PlanError, match="0 replicas"):
+    with pytest.raises(PlanError, match="replicas is 0"):
         replace(FOUR, replicas=0)
     with pytest.raises(PlanError, match="nan"):
         replace(FOUR, score_row_s=math.nan)
@@ -133,17 +132,14 @@ WHOLE, PARTED = Grid(dp=64), Grid(dp=8, pp=2, tp=4)
 
 def of_step(response: str, reference: Grid, **changes: int) -> GatherProposal | None:
     """What is proposed for a PPO step on one pool of 64 devices, with its reference on a grid."""
-    words: dict[str, Any] = dict.fromkeys(("like", "layout", "price", "between"), "")
-    words |= {"prompts": 512, "samples": 4, "minibatches": 1} | changes
+    words = {"prompts": 512, "samples": 4} | changes
     model = Path(__file__).parents[3] / "examples/planning/qwen2.5-7b/config.json"
-    problem = state_request(
+    problem = question(
         model=model,
         gpus="64xH100",
         algorithm="ppo",
         response=response,
         prompt="2048",
-        reward_seconds=0,
-        steps=0,
         **words,
     ).problem
     units = {
@@ -182,15 +178,3 @@ def test_given_lengths_are_not_assumed_and_many_rows_are_simulated_in_parts(tmp_
     assert seen is not None and not seen.is_assumed
     many = of_step("mean=300,max=2048", WHOLE, samples=16)
     assert many is not None and many.rows % 2 == many.replicas % 2 == 0
-
-
-def test_many_waiting_rows_take_the_first_free_replicas() -> None:
-    draw = random.Random(0)
-    for _ in range(50):
-        free = [draw.choice([0.0, 1.0, draw.uniform(0, 9)]) for _ in range(draw.randint(1, 6))]
-        rows, row_s = draw.randint(0, 40), draw.choice([0.0, 0.5, draw.random()])
-        by_hand = list(free)
-        for _ in range(rows):
-            place = by_hand.index(min(by_hand))
-            by_hand[place] += row_s
-        assert sorted(_busy_until(free, rows, row_s)) == pytest.approx(sorted(by_hand))

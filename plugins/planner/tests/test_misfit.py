@@ -12,12 +12,14 @@ import pytest
 from rillflow.errors import PlanError
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.options import LAYOUTS, copy_sizes, grids
+from rillflow_planner.given_layout import layout_of
+from rillflow_planner.hardware import read_hardware
 from rillflow_planner.problem import Problem
-from rillflow_planner.request import cluster, graph_of, layout_of, stack_graph
+from rillflow_planner.request import cluster, graph_of, stack_graph
 from rillflow_planner.search import ranked_as_placed, search
 from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "planner"))
 from published.models import shape
 
 RECOMPUTE = "recompute activations (policy.gradient_checkpointing = true)"
@@ -33,7 +35,7 @@ def problem(model: str, devices: int, *, algorithm: str = "grpo", limit: int = 8
     )
     graph = graph_of(algorithm)
     shapes = {role: shape(model) for role in graph.roles if role not in ("reward", "controller")}
-    hardware = cluster(f"{devices}xH100", "gpu", "50 GB/s", "")
+    hardware = read_hardware(cluster(f"{devices}xH100", "gpu"), "here")
     return Problem(graph=graph, shapes=shapes, workload=workload, hardware=hardware, **more)
 
 
@@ -73,7 +75,7 @@ def test_the_named_number_of_devices_is_enough() -> None:
     ("model", "limit", "limits"),
     [
         ("Qwen3-235B-A22B", 8192, ("no experts", "key-value head")),
-        ("DeepSeek-V3", 8192, ("no experts",)),
+        ("DeepSeek-V3", 8192, ("no experts", "key-value head")),
         ("Llama-3.1-70B", 131_072, ("no context parallelism",)),
     ],
 )
@@ -92,27 +94,27 @@ def test_the_limit_of_the_runtime_is_named(model: str, limit: int, limits: tuple
 def test_a_published_stack_is_planned_with_a_layout_and_without(
     model: str, layout: str, devices: int
 ) -> None:
-    hardware = cluster(f"{devices}xH100", "nemo-rl", "50 GB/s", "")
+    hardware = read_hardware(cluster(f"{devices}xH100", "nemo-rl"), "here")
     step = problem(model, devices, layouts=LAYOUTS["megatron"])
     packed = replace(step.workload, tokens_per_micro_batch=8448)
-    graph = stack_graph(hardware, "nemo-rl", "grpo", 1)
+    graph = stack_graph(hardware, "nemo-rl", "grpo", 1, is_apart=False)
     step = replace(step, hardware=hardware, graph=graph, workload=packed)
-    placed = ranked_as_placed(step, CostModel, layout_of(layout, hardware, 0)).best[0]
+    placed = ranked_as_placed(step, CostModel, layout_of(layout, step, (0,))).best[0]
     assert search(step, CostModel).best[0].value <= placed.value
 
 
 def test_a_mixture_is_not_cut_by_tensor_parallelism() -> None:
     mixture, own = shape("Qwen3-30B-A3B"), LAYOUTS["rillflow"]
     assert {grid.tp for grid in grids(mixture, 16, 8, own)} == {1}
-    assert copy_sizes(mixture, 16, own) == [1]
-    assert copy_sizes(shape("Qwen3-32B"), 16, own) == [1, 2, 4, 8]
+    assert copy_sizes(mixture, 16, 8, own) == [1]
+    assert copy_sizes(shape("Qwen3-32B"), 16, 8, own) == [1, 2, 4, 8]
     assert {grid.tp for grid in grids(mixture, 16, 8, LAYOUTS["megatron"])} == {1, 2, 4}
 
 
 def test_a_given_layout_that_does_not_fit_names_recomputation_first() -> None:
     step = problem("Llama-3.1-70B", 64, recomputes=False)
     with pytest.raises(PlanError) as error:
-        ranked_as_placed(step, CostModel, layout_of("tp=1", step.hardware, 0))
+        ranked_as_placed(step, CostModel, layout_of("tp=1", step, (0,)))
     assert str(error.value.fix).startswith(f"{RECOMPUTE}; or ")
     with pytest.raises(PlanError, match="choose a layout that cuts the model further"):
-        ranked_as_placed(replace(step, recomputes=True), CostModel, layout_of("tp=1", step.hardware, 0))
+        ranked_as_placed(replace(step, recomputes=True), CostModel, layout_of("tp=1", step, (0,)))

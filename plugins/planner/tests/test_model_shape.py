@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow_planner.model_shape import ModelShape, read_shape
+from rillflow_planner.model_config import read_shape
+from rillflow_planner.model_shape import ModelShape
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 4096,

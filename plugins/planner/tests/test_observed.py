@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.recipe import Recipe, load_recipe
-from rillflow.app.resume import recipe_of, resolved
+from rillflow.app.recipe import load_recipe
+from rillflow.app.recorded_recipe import recipe_of
+from rillflow.app.resume import run_config
+from rillflow.app.sections import Recipe
 from rillflow.cli.main import main
 from rillflow.errors import PlanError
 from rillflow.records.metrics import Mean
@@ -57,12 +59,12 @@ class Clock:
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
     (tmp_path / "run.toml").write_text(RECIPE)
-    recipe = load_recipe(tmp_path / "run.toml").recipe
+    recipe = load_recipe(tmp_path / "run.toml")
 
     def make(steps: int = 12, device: str = "cpu", moved_after: int = 0) -> Path:
         """A run of so many steps; ``moved_after`` so many it was started again, and lay elsewhere."""
         clock, path = Clock(), tmp_path / f"of {steps} on {device} moved after {moved_after}"
-        config = resolved(recipe, RecipeFacts(recipe=recipe, base=tmp_path).task, tmp_path)
+        config = run_config(recipe, RecipeFacts(resolved=recipe).task)
         with RunDirectory.open(path, config, clock=clock) as run:
             run.log_start({"device": device, "base": str(tmp_path), "placement": "there"})
             for step in range(1, steps + 1):

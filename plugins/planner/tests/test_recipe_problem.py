@@ -11,15 +11,16 @@ import torch
 from rillflow.app.memory import estimate
 from rillflow.app.model_files import sizes_of_new
 from rillflow.app.planned import settings_of
-from rillflow.app.recipe import LoadedRecipe, load_recipe
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
 from rillflow.errors import ConfigError, ModelError, PlanError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.compute import Setting, load_of
-from rillflow_planner.cost_model.grids import grids_of
 from rillflow_planner.cost_model.memory import activation_bytes
+from rillflow_planner.cost_model.options import grids_of
 from rillflow_planner.recipe_problem import (
     open_cluster,
     plan_of,
@@ -63,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loaded(folder: Path, *settings: str) -> LoadedRecipe:
+def loaded(folder: Path, *settings: str) -> Resolved:
     return load_recipe(folder / "run.toml", settings)
 
 
@@ -135,9 +136,9 @@ def test_a_placement_is_a_plan_and_back(folder: Path) -> None:
     )
     graph = state_problem(placed, open_cluster(folder / "cluster.toml")).problem.graph
     fleet = open_cluster(folder / "cluster.toml").fleets[0]
-    plan = plan_of(placed.recipe, graph, fleet)
+    plan = plan_of(placed, graph, fleet)
     assert str(plan.units["policy"].grid) == "dp 2 x pp 1 x tp 2" and plan.units["policy"].generate_tp == 2
-    again = load_recipe(folder / "run.toml", settings_of(plan, ())).recipe
+    again = load_recipe(folder / "run.toml", settings_of(plan, ()))
     assert plan_of(again, graph, fleet) == plan
 
 
@@ -161,5 +162,5 @@ def test_activations_are_those_of_check(recomputes: str, tmp_path: Path) -> None
     planned = activation_bytes(setting, load, grids_of(Grid()))[0]
     model = loaded.recipe.policy.model.new
     assert model is not None
-    checked = estimate(loaded.recipe, sizes_of_new(model), 64).phases["trains"]["activations"]
+    checked = estimate(loaded, sizes_of_new(model), 64).phases["trains"]["activations"]
     assert planned == pytest.approx(checked * problem.workload.packing.trained, rel=1e-3)

@@ -9,13 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import load_recipe
 from rillflow.errors import PlanError
 from rillflow.runs.reader import SpanRecord
 from rillflow.runs.run_directory import RunDirectory
-from rillflow_planner.recipe_rows import distinct_prompts, workload_of
-from rillflow_planner.workload import Workload
+from rillflow_planner.recipe_rows import workload_of
+from rillflow_planner.workload import Workload, distinct_prompts
 from tests.unit.written_rollouts import write_rollouts
 
 RECIPE = """
@@ -66,7 +65,7 @@ def rows_of(folder: Path, *settings: str, run: Path | None = None) -> Workload:
     """The rows of the recipe's last phase."""
     (folder / "run.toml").write_text(RECIPE)
     loaded = load_recipe(folder / "run.toml", settings)
-    return workload_of(loaded, phase_plans(loaded.recipe)[-1], run)
+    return workload_of(loaded, loaded.phases[-1], run)
 
 
 def test_a_runs_rows_are_measured(tmp_path: Path) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from rillflow.app.graphs import graphs
+from plugins.planner.tests.toys import question
 from rillflow.app.recipe import load_recipe
 from rillflow.errors import ModelError, PlanError
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.problem import Statement
-from rillflow_planner.request import graph_of, lengths, state_request
+from rillflow_planner.request import graph_of, lengths
 from rillflow_planner.search import ranked_as_placed, search
 from tests.architecture.conftest import docs_script
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "planner"))
 from published.asynchronous import PAIRS  # noqa: E402  published rows lie beside the benchmarks
 from published.models import CONFIGS  # noqa: E402
 
@@ -29,23 +29,8 @@ MODEL = ROOT / "examples/planning/qwen2.5-7b/config.json"
 
 
 def request(**changes: Any) -> Statement:
-    words: dict[str, Any] = {
-        "model": MODEL,
-        "gpus": "64xH100",
-        "algorithm": "grpo",
-        "response": "mean=2000,max=8192",
-        "prompt": "256",
-        "prompts": 512,
-        "samples": 16,
-        "minibatches": 1,
-        "like": "",
-        "layout": "",
-        "between": "",
-        "price": "",
-        "reward_seconds": 0.0,
-        "steps": 0,
-    }
-    return state_request(**{**words, **changes})
+    words = {"model": MODEL, "gpus": "64xH100", "algorithm": "grpo", "response": "mean=2000,max=8192"}
+    return question(**{**words, "samples": 16, **changes})
 
 
 def test_a_mean_and_a_limit_are_kept() -> None:
@@ -95,20 +80,88 @@ def test_lengths_that_contradict_themselves_are_refused(text: str, said: str) ->
     [
         ({"gpus": "0xH100"}, "'0xH100'"),
         ({"gpus": "0"}, "'0'"),
-        ({"gpus": "64xH10"}, "device is 'H10'"),
-        ({"gpus": "12xH100"}, "12 devices, 8 per machine"),
+        ({"gpus": "64xH10"}, "'64xH10'"),
+        ({"gpus": "12xH100"}, "'12xH100', and a machine has 8"),
         ({"algorithm": "grop"}, "'grop'"),
-        ({"like": "nemo"}, "like is 'nemo'"),
+        ({"like": "nemo"}, "--like is 'nemo'"),
         ({"model": Path("nowhere.json")}, "nowhere.json"),
-        ({"prompts": 0}, "prompts is 0"),
-        ({"price": "2.5"}, "price"),
-        ({"between": "200 TB/s"}, "link between machines is 200000 GB/s"),
+        ({"prompts": 0}, "--prompts (algorithm.prompts_per_step) is 0"),
+        ({"price": "2.5"}, "--price is '2.5'"),
+        ({"per_machine": 0}, "--per-machine is 0"),
+        ({"gpus": "2000000xH100"}, "--gpus is 2000000"),
+        ({"prompts": 100_000}, "prompts x samples, is 1600000"),
+        ({"steps": 0}, "--steps is 0"),
+        ({"tokens_per_pass": 0}, "--tokens-per-pass is 0"),
+        ({"scoring_tokens": 4096}, "--scoring-tokens is given without --like"),
+        ({"algorithm": "sft", "reward_seconds": 1}, "--reward-seconds is 1"),
+        ({"engine": "drain=true"}, "unknown key 'drain'"),
+        ({"engine": "drains=3"}, "--engine.drains is 3"),
+        ({"objective": "cost"}, "--objective is cost without --price"),
+        ({"layout": "tp=4", "objective": "device-hours"}, "--layout and --objective"),
+        ({"layout": "tp=4", "deadline": 5}, "--layout and --deadline"),
+        ({"layout": "tp=4", "freshness": "0,1"}, "--layout is given with 2 freshness bounds"),
+        ({"lengths": "runs/a"}, "--lengths and --response"),
+        ({"between": "200 TB/s"}, "link between machines, is 200000 GB/s"),
     ],
 )
 def test_words_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises((PlanError, ModelError)) as caught:
         request(**changes)
     assert said in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("like", "layout", "said"),
+    [
+        ("", "tp=4,tp=2", "tp twice"),
+        ("", "tp=3", "--layout is 'tp=3', for 64 devices"),
+        ("", "tp=8", "tp=8, for Rillflow and qwen2.5-7b"),
+        ("", "pp=32", "pp=32, for Rillflow"),
+        ("", "cp=2", "cp=2, for Rillflow"),
+        ("", "ep=2", "ep=2, for Rillflow"),
+        ("", "generate=4", "generate=4, for Rillflow"),
+        ("verl", "tp=2", "tp=2, for verl"),
+        ("verl", "pp=2", "pp=2, for verl"),
+        ("verl", "fsdp=0", "fsdp=0, for verl"),
+        ("nemo-rl", "fsdp=1", "fsdp=1, for nemo-rl"),
+        ("nemo-rl", "ep=8", "ep=8, for nemo-rl"),
+        ("nemo-rl", "cp=16", "cp=16, for nemo-rl"),
+        ("nemo-rl", "generate=8", "generate=8, for nemo-rl"),
+        ("nemo-rl-dtensor", "pp=2", "pp=2, for nemo-rl-dtensor"),
+    ],
+)
+def test_a_layout_that_the_runtime_cannot_have_is_refused(like: str, layout: str, said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        request(like=like, layout=layout)
+    assert said in caught.value.what and caught.value.fix
+
+
+@pytest.mark.parametrize("axes", ["ep=3", "tp=4,ep=2", "tp=4,pp=2,ep=16,dp=8"])
+def test_experts_are_cut_evenly(axes: str) -> None:
+    model = ROOT / "benchmarks/planner/published/configs/Qwen3-30B-A3B"
+    with pytest.raises(PlanError, match=r"ep=|unknown key 'dp'"):
+        request(model=model, like="nemo-rl", layout=axes)
+    assert request(model=model, like="nemo-rl", layout="tp=4,ep=8").placed
+
+
+def test_models_of_a_step_share_a_given_layout() -> None:
+    stated = request(algorithm="ppo", layout="tp=4,pp=2,generate=4")
+    assert stated.placed is not None and stated.placed.units.keys() == {"policy", "reference", "critic"}
+    assert stated.title.endswith(
+        "Rillflow's given layout, timed by 7 measurements of Rillflow with a model of 0.5B on one H200"
+    )
+    assert ranked_as_placed(stated.problem, CostModel, stated.placed).best
+
+
+def test_a_rack_is_joined_where_the_stack_places_its_ranks_by_rack() -> None:
+    def per_machine(gpus: str, like: str, **more: int) -> int:
+        return request(gpus=gpus, like=like, **more).problem.hardware.fleets[0].per_machine
+
+    assert per_machine("128xGB200", "nemo-rl") == 64
+    assert per_machine("128xGB200", "nemo-rl-0.6") == 4
+    assert per_machine("64xGB200", "nemo-rl-0.6") == 64
+    assert per_machine("128xGB200", "nemo-rl", per_machine=32) == 32
+    assert per_machine("12xH100", "", per_machine=4) == 4
 
 
 def test_a_type_of_model_that_nobody_can_size_is_refused(tmp_path: Path) -> None:
@@ -129,10 +182,12 @@ def test_what_was_assumed_is_said_and_what_was_given_is_not() -> None:
     assert told.problem.hardware.fleets[0].price_per_hour == 2.0
 
 
-@pytest.mark.parametrize("recipe", ["arithmetic", "ppo", "dapo", "safe_rlhf"])
-def test_shipped_steps_are_those_that_recipes_are_traced_to(recipe: str) -> None:
-    traced = graphs(load_recipe(ROOT / f"recipes/{recipe}/run.toml").recipe)[-1]
-    shipped = graph_of(traced.name)
+@pytest.mark.parametrize("minibatches", [1, 4])
+@pytest.mark.parametrize("recipe", ["code", "ppo", "dapo", "safe_rlhf", "remax", "best_of_n"])
+def test_shipped_steps_are_those_that_recipes_are_traced_to(recipe: str, minibatches: int) -> None:
+    loaded = load_recipe(ROOT / f"recipes/{recipe}/run.toml", [f"algorithm.minibatches={minibatches}"])
+    traced = loaded.graphs[-1]
+    shipped = graph_of(traced.name, minibatches)
     assert [stage.name for stage in shipped.stages] == [stage.name for stage in traced.stages]
     assert [(edge.source, edge.destination, edge.fields) for edge in shipped.edges] == [
         (edge.source, edge.destination, edge.fields) for edge in traced.edges

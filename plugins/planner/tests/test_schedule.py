@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.graph.graph import Edge, Graph, Stage
-from rillflow_planner.schedule import BESIDE, Timing, counted_s, in_turn, last_s, period_s, tasks_of
+from rillflow_planner.evaluate import BESIDE, Timing, counted_s, in_turn, last_s, period_s, tasks_of
 
 seeds = st.integers(0, 10**6)
 

@@ -9,7 +9,7 @@ import pytest
 
 from plugins.planner.tests.fakes import SHAPE, FakeCosts
 from plugins.planner.tests.toys import WORKLOAD, toy_fleet
-from rillflow_planner.cost_model.grids import Option
+from rillflow_planner.cost_model.options import Option
 from rillflow_planner.misfit import least_devices
 from rillflow_planner.problem import Unit
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import load_recipe
-from rillflow.runs.reader import RankSpan, SpanRecord
 from rillflow_planner.recipe_problem import state_problem
-from rillflow_planner.simulated_run import endless, simulate_as_run, worked_s
 from rillflow_planner.simulator.result import Simulation
 from rillflow_planner.workload import Lengths
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "streaming"))
+from as_run import endless, simulate_as_run
 
 RECIPE = """
 [task]
@@ -47,7 +48,7 @@ def simulated(folder: Path, *settings: str) -> Simulation:
     problem = state_problem(loaded, endless(2, decode_launch_s=1.0, decode_row_s=0.0)).problem
     lengths = Lengths(kind="measured", limit=8, values=ROWS, in_order=ROWS)
     problem = replace(problem, workload=replace(problem.workload, response=lengths))
-    return simulate_as_run(loaded.recipe, phase_plans(loaded.recipe)[-1], problem, SECONDS, steps=9)
+    return simulate_as_run(loaded, loaded.phases[-1], problem, SECONDS, steps=9)
 
 
 def test_whole_in_step_parts_and_ahead_take_what_they_take_by_hand(tmp_path: Path) -> None:
@@ -55,9 +56,9 @@ def test_whole_in_step_parts_and_ahead_take_what_they_take_by_hand(tmp_path: Pat
     holds up the next by 0.1 s: the last part is scored after 8.4 s and trained for 1 s.
     """
     assert simulated(tmp_path).step_s == pytest.approx([8 + 0.4 + 4] * 9, rel=1e-3)
-    parts = simulated(tmp_path, "rollout.stream_chunks=4")
+    parts = simulated(tmp_path, 'schedule={mode="streamed",stream_chunks=4}')
     assert parts.step_s == pytest.approx([8.4 + 1] * 9, rel=1e-3)
-    ahead = simulated(tmp_path, "algorithm.freshness=1")
+    ahead = simulated(tmp_path, 'schedule={mode="ahead",freshness=1}')
     assert ahead.step_s[3:] == pytest.approx([8.4] * 6, rel=1e-3), (
         "the pool that answers and scores never rests"
     )
@@ -65,22 +66,9 @@ def test_whole_in_step_parts_and_ahead_take_what_they_take_by_hand(tmp_path: Pat
 
 def test_ready_first_a_long_row_holds_up_nobody_else(tmp_path: Path) -> None:
     """28 s of rows a step, several at once: training, 4 s, is what a step comes to, and no row is too old."""
-    found = simulated(tmp_path, "algorithm.freshness=4", "algorithm.async_mode=ready_first")
-    assert sum(found.step_s[4:]) / 5 < 0.6 * sum(simulated(tmp_path, "algorithm.freshness=4").step_s[4:]) / 5
+    found = simulated(tmp_path, 'schedule={mode="ahead",freshness=4}', "schedule.mode=ready_first")
+    assert (
+        sum(found.step_s[4:]) / 5
+        < 0.6 * sum(simulated(tmp_path, 'schedule={mode="ahead",freshness=4}').step_s[4:]) / 5
+    )
     assert max(found.ages) <= 4
-
-
-def test_fused_updates_share_the_seconds_in_which_both_ran() -> None:
-    """Critic from 0 to 6 s, policy from 2 to 10 s: 10 s together; the 4 s of both are shared 6 to 8."""
-
-    def span(stage: str, start_s: float, duration_s: float) -> SpanRecord:
-        each = {"start_s": start_s, "duration_s": duration_s, "rows": 0, "tokens": 0}
-        return SpanRecord(step=1, stage=stage, pool="main", ranks=(RankSpan(rank=0, **each),), **each)
-
-    spans = [span("critic.update", 0.0, 6.0), span("policy.update", 2.0, 8.0), span("reward.score", 1.0, 3.0)]
-    found = worked_s(spans, 1, fused=("policy", "critic"))
-    assert found["critic.update"] == pytest.approx(6 - 4 * 8 / 14)
-    assert found["policy.update"] == pytest.approx(8 - 4 * 6 / 14)
-    assert found["critic.update"] + found["policy.update"] == pytest.approx(10)
-    assert found["reward.score"] == pytest.approx(3)
-    assert worked_s(spans, 1)["policy.update"] == pytest.approx(8)

@@ -5,6 +5,7 @@ A number of a toy depends on its seed and on what it is asked of, so it is the s
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import random
@@ -19,12 +20,14 @@ from rillflow.errors import PlanError
 from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
-from rillflow_planner.cost_model.grids import Option
+from rillflow_planner.cost_model.options import Option
 from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.evaluate import evaluate
 from rillflow_planner.hardware import Device, Factors, Fleet, Hardware
 from rillflow_planner.model_shape import ModelShape
-from rillflow_planner.problem import Problem, Unit
+from rillflow_planner.planning import stated
+from rillflow_planner.plugin import plan_arguments
+from rillflow_planner.problem import Problem, Statement, Unit
 from rillflow_planner.ranking import SearchObjective
 from rillflow_planner.workload import Lengths, Workload
 
@@ -49,14 +52,13 @@ class ToyDecoder:
     replicas: int = 1
     capacity_tokens: int = 100
     most_rows: int = 8
+    row_begin_s: float = 0.0
+    begin_s: float = 0.0
 
     def advance_s(self, rows: int, context_tokens: float, tokens: float) -> float:
         return self.seconds * tokens
 
     def prefill_s(self, tokens: float) -> float:
-        return 0.0
-
-    def entry_s(self, rows: float) -> float:
         return 0.0
 
 
@@ -142,9 +144,6 @@ class ToyCosts:
         sizes = (source.pool.devices, sampler.pool.devices, sampler.option.generate_tp)
         draw = self._draw("crossing", str(source.option.grid), *sizes)
         return draw.choice((0.5, 1.0, 3.0)) * self.link
-
-    def crossing_side_s(self, unit: Unit, option: Option, fleet: str) -> float:
-        return 0.0
 
     def _option(self, unit: Unit, fleet: str, devices: int, number: int) -> Option:
         draw = self._draw("option", unit.name, fleet, devices, number)
@@ -278,3 +277,11 @@ def _plans(
 def variants(problem: Problem, freshness: Sequence[int]) -> list[Problem]:
     """The problem in step, and apart with each bound."""
     return [problem.apart(bound) if bound else replace(problem, samples_apart=False) for bound in freshness]
+
+
+def question(**options: object) -> Statement:
+    """What ``rillflow plan`` is asked with these options; True and lists as on the command line."""
+    parser = argparse.ArgumentParser()
+    plan_arguments(parser)
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    return stated(parser.parse_args(words))

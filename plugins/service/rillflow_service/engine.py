@@ -37,6 +37,7 @@ from rillflow.models.architecture import vocabulary_of
 from rillflow.models.model_files import file_weights, shard_file, shards, write_settings, write_tensors
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
+from rillflow.roles.setting import RoleSetting
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import (
     Capability,
@@ -53,6 +54,7 @@ from rillflow.serving.server import LoopbackServer, bound
 from rillflow.workers.backend import Site
 from rillflow.workers.collectives import Ranks
 from rillflow_service.access import token_for, write_private
+from rillflow_service.config import ServiceConfig
 from rillflow_service.engine_app import EngineApp
 from rillflow_service.row_checks import LogprobCheck, RowRules
 from rillflow_service.row_leases import Offered, Proposal, RowLeases
@@ -65,10 +67,17 @@ STEP_S = 0.05
 _log = logging.getLogger(__name__)
 
 
+def options(setting: RoleSetting) -> dict[str, Any]:
+    """Return the arguments of a rank's ServiceEngine that only this engine has."""
+    service = setting.sections["rollout.service"]
+    return {"service": service, "site": setting.site, "base": setting.base, "folder": setting.run / "service"}
+
+
 class ServiceEngine(RowByRow):
     """Rows sampled over HTTP. It listens when it is made, and writes address and token into ``folder``.
 
     Args: see Engine; and
+        service: the section ``rollout.service``.
         site: the sampler's rank; its stack closes the engine.
         base: the recipe's folder.
         folder: folder of address files, one for each rank.
@@ -87,12 +96,13 @@ class ServiceEngine(RowByRow):
         context: int,
         tp: Ranks,
         stops: Stops,
+        service: ServiceConfig,
         site: Site,
         base: Path,
         folder: Path,
     ) -> None:
         assert tp.size == 1, "capabilities are looked at before"
-        self._config, self._context, self._service = config, context, config.service
+        self._config, self._context, self._service = config, context, service
         self._vocabulary = vocabulary_of(module)
         check_stop_tokens(stop_tokens, self._vocabulary)
         self._rules = RowRules(

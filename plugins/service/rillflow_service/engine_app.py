@@ -87,7 +87,7 @@ class EngineApp(HttpApp):
         return JSONResponse({"version": self._weights.version, **self._leases.status()})
 
     async def _take(self, request: Request) -> Response:
-        """Lease rows; wait for them."""
+        """Wait for rows and lease them to a client."""
         asked, client = await self._read(TakeRows, request), client_of(request)
         wait_s = min(asked.wait_s, self.longest_wait_s)
         granted = await self.found(lambda: self._leases.take(asked, client), wait_s, request)

@@ -43,7 +43,7 @@ _SCHEMA = Schema(
     stages=(StageColumns(name=SAMPLE, reads=("prompt",), order="ready_first"),),
 )
 CAPACITY = 2**20
-"""Rows between the oldest that is not back and the newest."""
+"""Largest number of outstanding rows."""
 CLIENTS_REMEMBERED = 256
 
 
@@ -63,7 +63,7 @@ class Offered:
     """Seed of its random numbers, a function of the run's seed and the row."""
 
     def told(self, number: int) -> dict[str, Any]:
-        """Return the row as clients see it."""
+        """Return the row in the form for clients."""
         return {
             "row": number,
             "id": list(self.rollout.row),
@@ -145,7 +145,8 @@ class RowLeases:
             if not self._table.room:
                 raise StreamError(
                     f"the run offers row ({offered.rollout.row}) beside {len(self._rows)} others",
-                    why=f"at most {CAPACITY} rows lie between the oldest that is not back and the newest",
+                    why=f"at most {CAPACITY} rows are outstanding, counted from the oldest",
+                    fix="start more samplers",
                 )
             number = self._table.begun
             self._table.begin(1, holder="the run", now=self._now)
@@ -169,7 +170,7 @@ class RowLeases:
             self.withdraw(row)
 
     def proposals(self, wait_s: float) -> list[Proposal]:
-        """Return the puts that came; wait for one."""
+        """Wait for at least one put; return all that came."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._proposed), wait_s)
             self._expire()

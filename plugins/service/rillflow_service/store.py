@@ -33,7 +33,7 @@ class _Segment:
     size: int
     """Size in bytes."""
     holder: str
-    """Holder that reserved it."""
+    """Holder that reserved the segment."""
     groups: int = 0
     """Number of its groups that are not deleted."""
     is_unread: bool = True

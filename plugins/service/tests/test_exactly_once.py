@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 def test_no_row_is_lost_or_doubled_by_workers_that_are_killed() -> None:
     command = [
         sys.executable,
-        "benchmarks/data_plane.py",
+        "benchmarks/ranks/data_plane.py",
         "exactly-once",
         "--rows",
         "100000",

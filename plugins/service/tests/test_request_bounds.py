@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from rillflow_service.requests import OF_ENGINES, OF_STORES, OF_STREAMS
-from tests.unit.serving.test_request_bounds import unbounded_in
+from tests.parts.endpoint.test_request_bounds import unbounded_in
 
 ELSEWHERE = (
     "Create.columns[].",

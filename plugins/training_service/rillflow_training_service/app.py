@@ -231,7 +231,7 @@ class App:
 
     async def _unknown(self, request: Request) -> Response:
         what = f"there is no endpoint {request.method} {request.url.path[:80]}"
-        raise Declined(404, what, why="it is not among those of docs/training_service.md")
+        raise Declined(404, what, why="plugins/training_service/docs/training_service.md says what is served")
 
     async def _config(self, body: bytes) -> dict[str, Any]:
         del body
@@ -340,7 +340,7 @@ class App:
         return self._in_order(model, asked.seq_id, body, partial(self._service.forward_backward, asked))
 
     async def _optim_step(self, body: bytes) -> Future:
-        placed = checked(requests.InOrder, body)
+        placed = checked(requests.Sequenced, body)
 
         def step() -> dict[str, Any]:
             adam = checked(requests.OptimStep, body).adam_params
@@ -353,7 +353,7 @@ class App:
         return self._in_order(self.sessions.model(placed.model_id), placed.seq_id, body, step)
 
     async def _save(self, kind: Kind, body: bytes) -> Future:
-        placed = checked(requests.InOrder, body)
+        placed = checked(requests.Sequenced, body)
         model = self.sessions.model(placed.model_id)
         asked = checked(requests.SaveWeights, body)
         run: Callable[[], Any] = partial(self._checkpoint, model, kind, asked)

@@ -84,7 +84,7 @@ class About:
     path: str
     """``tinker://`` path of the checkpoint."""
     base_model: str
-    """Name of the base model, as its client gave it."""
+    """Name of the base model in the client's spelling."""
     shape: Shape
     """Shape of the adapter."""
     seed: int
@@ -110,7 +110,7 @@ class Loaded:
     """A checkpoint's content."""
 
     about: About
-    """Facts about it."""
+    """Facts about the checkpoint."""
     weights: dict[str, Tensor]
     """The adapter's weights, by name in the module."""
     state: dict[str, Tensor] | None

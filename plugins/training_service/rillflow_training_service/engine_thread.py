@@ -27,8 +27,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from rillflow.errors import RillflowError, StreamError
-from rillflow.serving.engine_queue import EngineQueue
 from rillflow.serving.http_body import Declined
+from rillflow_parts.endpoint.engine_queue import EngineQueue
 from rillflow_training_service.sampling import SLICE_S, SnapshotSampler
 from rillflow_training_service.shared_base import SharedBase
 

@@ -50,7 +50,7 @@ class NamedLoss:
     """Settings and their defaults."""
 
     def chosen(self, given: Mapping[str, float | str]) -> dict[str, float]:
-        """Return the settings with those of a request.
+        """Return the defaults, overridden by the request.
 
         Raises:
             DataError: a setting is unknown, or not a finite number.

@@ -21,7 +21,7 @@ class TrainingService:
         checkpoints: Path | None,
         announce: Callable[[str], None],
     ) -> None:
-        """Serve until a signal ends it."""
+        """Serve until a signal."""
         from rillflow_training_service.server import serve
 
         serve(
@@ -34,4 +34,4 @@ class TrainingService:
         )
 
 
-PLUGIN = Plugin(training=TrainingService)
+PLUGIN = Plugin(services={"training": TrainingService})

@@ -1,6 +1,6 @@
 """Requests: the JSON bodies of the Tinker API; fields that the service does not use are ignored.
 
-Every field has a bound; ``rillflow.serving.request_fields`` says why.
+Every field has a bound; ``rillflow_parts.endpoint.request_fields`` says why.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rillflow.models.peft_settings import MOST_RANK
 from rillflow.rollout.config import MOST_TOP_K, Temperature
-from rillflow.serving.request_fields import WHOLE, Free, Name, Notes, Text
+from rillflow_parts.endpoint.request_fields import WHOLE, Free, Name, Notes, Text
 from rillflow_training_service.tenant import AdamParams
 
 MOST_SAMPLES = 1024
@@ -94,7 +94,7 @@ class OfModel(Request):
     model_id: Name
 
 
-class InOrder(OfModel):
+class Sequenced(OfModel):
     """A request with its place among the model's requests."""
 
     seq_id: Annotated[int, Field(ge=1, le=WHOLE)]
@@ -116,13 +116,13 @@ class Adam(Request):
         return AdamParams(**{name: math.nan if value is None else value for name, value in self})
 
 
-class OptimStep(InOrder):
+class OptimStep(Sequenced):
     """Apply the gradient."""
 
     adam_params: Adam | None = None
 
 
-class SaveWeights(InOrder):
+class SaveWeights(Sequenced):
     """Write a checkpoint, or keep weights for sampling if there is no path."""
 
     path: Name | None = None

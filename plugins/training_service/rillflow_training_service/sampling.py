@@ -37,7 +37,7 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
+from rillflow_parts.endpoint.engine_queue import EngineQueue, Told, Wanted
 from rillflow_training_service.requests import SamplingParams
 from rillflow_training_service.shared_base import Shape, SharedBase
 

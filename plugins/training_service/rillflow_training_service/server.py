@@ -13,21 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-from rillflow.app.ask import native_engine
+from rillflow.app.plugins import KIND, other_kind
 from rillflow.errors import ModelError
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import choose_device, load_model
 from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.native.engine import native_engine
 from rillflow.runs import layout
 from rillflow.runs.bases import checkpoint_place
 from rillflow.runs.pins import Pins
-from rillflow.serving.engine_queue import EngineQueue
-from rillflow.serving.openai_server import Door, NewRows
+from rillflow.runs.reader import read_config
 from rillflow.serving.server import LoopbackServer, bound
 from rillflow.serving.token import token_of
 from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
+from rillflow_parts.endpoint.engine_queue import EngineQueue
+from rillflow_parts.endpoint.openai_server import Door, NewRows
 from rillflow_training_service.app import App
 from rillflow_training_service.checkpoints import Checkpoints
 from rillflow_training_service.engine_thread import EngineThread
@@ -56,6 +58,8 @@ def opened(source: Path, *, token: str, max_rows: int, checkpoints: Path) -> Ope
         ModelError: the directory has a run or an adapter, or no model.
     """
     if layout.is_run_directory(source):
+        if KIND in (config := read_config(source)):
+            raise other_kind(source, config[KIND])
         raise ModelError(
             f"{source} is a run",
             why="clients train adapters on one fixed base model",
@@ -119,7 +123,7 @@ def serve(
     checkpoints: Path | None,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve until a signal ends it; see ``rillflow.app.plugins.TrainingServer``."""
+    """Serve until a signal ends it; see ``TrainingServer``."""
     token = token_of(token_file)
     listening = bound(port)
     for note in hold_base(source, checkpoints or CHECKPOINTS):

@@ -99,7 +99,7 @@ class Model:
     session: ClientSession
     """Session of the client that made the model."""
     base_model: str
-    """Name of the base model, as the client gave it."""
+    """Name of the base model in the client's spelling."""
     shape: Shape
     """Shape of its adapter."""
     seed: int
@@ -127,7 +127,7 @@ class SamplingSession:
     session: ClientSession
     """Session of the client that opened it."""
     base_model: str
-    """Name of the base model, as the client gave it."""
+    """Name of the base model in the client's spelling."""
     model: str | None
     """Model whose kept weights it samples; None for a checkpoint or the base."""
     key: str

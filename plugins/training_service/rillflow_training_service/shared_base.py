@@ -35,7 +35,7 @@ _ATTENTION = ("attn", "attention")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the adapters of a client have in common with those of another one."""
+    """Shape that adapters of several clients share."""
 
     rank: int
     """Rank of the adapters."""

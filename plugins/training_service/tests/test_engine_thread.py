@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rillflow.app.ask import native_engine
 from rillflow.errors import DataError, RillflowError
 from rillflow.rollout.config import RolloutConfig
-from rillflow.serving.engine_queue import EngineQueue
+from rillflow.rollout.native.engine import native_engine
+from rillflow_parts.endpoint.engine_queue import EngineQueue
 from rillflow_training_service.engine_thread import ClientJob, EngineThread, ServerError
 from rillflow_training_service.service import Service
 

@@ -78,7 +78,7 @@ def ran(folder: Path, algorithm: str) -> Path:
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "run.toml").write_text(RECIPE + algorithm)
     loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(folder / 'run'))}"])
-    launch(loaded.recipe, loaded.base, quiet=True)
+    launch(loaded, quiet=True)
     return folder / "run"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rillflow_training_service import requests
-from tests.unit.serving.test_request_bounds import unbounded_in
+from tests.parts.endpoint.test_request_bounds import unbounded_in
 
 MODELS = [
     each

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 
-from rillflow.placement.fused.problem import FusedProblem, FusedTask, Schedule
+from rillflow.placement.fused.problem import FusedProblem, FusedSchedule, FusedTask
 
 ROUNDING = 1e-6
 """Relative error of times and bytes that is no fault."""
 
 
-def check(problem: FusedProblem, schedule: Schedule) -> list[str]:
-    """Return the faults of a schedule in plain words; an empty list for a correct one.
+def check(problem: FusedProblem, schedule: FusedSchedule) -> list[str]:
+    """Return the faults of a schedule in plain words; empty if the schedule is correct.
 
     Checked are: every device runs each of its passes once; passes of a device do not overlap and last as long
     as they should; micro-batches are first in, first out; a pass begins after the pass that it needs; the
@@ -73,7 +73,7 @@ def _memory_faults(
     return faults
 
 
-def _dependency_faults(problem: FusedProblem, schedule: Schedule) -> list[str]:
+def _dependency_faults(problem: FusedProblem, schedule: FusedSchedule) -> list[str]:
     """Passes that begin before their input is there."""
     ends = {
         (device, task.pipeline, task.is_backward, task.micro_batch): task.end_s
@@ -92,7 +92,7 @@ def _dependency_faults(problem: FusedProblem, schedule: Schedule) -> list[str]:
     return faults
 
 
-def _deadlocks(problem: FusedProblem, schedule: Schedule) -> list[str]:
+def _deadlocks(problem: FusedProblem, schedule: FusedSchedule) -> list[str]:
     """Devices that wait for ever if each of them follows its order and waits for its inputs."""
     queues = [deque(tasks) for tasks in schedule.devices]
     done: set[tuple[int, int, bool, int] | None] = {None}

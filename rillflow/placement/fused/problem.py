@@ -133,7 +133,7 @@ class FusedTask:
     """A forward or backward pass of one micro-batch on one device."""
 
     pipeline: int
-    """0 for the ascending pipeline, 1 for the descending one."""
+    """0 for the ascending, 1 for the descending pipeline."""
     is_backward: bool
     """Whether it is a backward pass."""
     micro_batch: int
@@ -145,7 +145,7 @@ class FusedTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class FusedSchedule:
     """A schedule of a fused problem."""
 
     devices: tuple[tuple[FusedTask, ...], ...]
@@ -204,7 +204,7 @@ def _check_pipeline(each: Pipeline) -> None:
     if not each.stages or len(each.backward_s) != each.stages:
         raise PlanError(
             f"{each.name!r} has {each.stages} forward and {len(each.backward_s)} backward times",
-            why="every stage has one of both, and there is at least one stage",
+            why="every stage needs one forward and one backward time, and there is at least one stage",
             fix="give one time for each stage",
         )
     for stage, spent in enumerate((*each.forward_s, *each.backward_s)):

@@ -1,6 +1,6 @@
 """Search for a fused schedule: random paces, list schedules to and fro, moves on the critical path.
 
-paces of both pipelines ─> targets ─> list_schedule, to and fro ─> moves on the best ones ─> Schedule
+paces of both pipelines ─> targets ─> list_schedule, to and fro ─> moves on the best ones ─> FusedSchedule
       ^ near the eight best ones, or new                                  │
       └───────────────────────────────────────────────────────────────────┘
 """
@@ -12,7 +12,7 @@ from random import Random
 
 from rillflow.placement.fused.listing import Pace, drawn_pace, in_turn, list_schedule, near, targets
 from rillflow.placement.fused.moves import Orders, improve
-from rillflow.placement.fused.problem import FusedProblem, Schedule, lower_bound
+from rillflow.placement.fused.problem import FusedProblem, FusedSchedule, lower_bound
 from rillflow.placement.fused.work import FusedWork
 
 BUDGET = 20_000
@@ -52,14 +52,14 @@ class _Search:
     def is_over(self) -> bool:
         return self.left <= 0 or self.is_at_bound
 
-    def list_schedules(self, rounds: int) -> Schedule:
+    def list_schedules(self, rounds: int) -> FusedSchedule:
         """Follow pairs of paces without moves."""
         for _ in range(rounds):
             if not self.is_at_bound:
                 self.round()
         return self.works[0].schedule(self.best.starts)
 
-    def run(self, budget: int, begin: Schedule | None) -> Schedule:
+    def run(self, budget: int, begin: FusedSchedule | None) -> FusedSchedule:
         """Search until the bound is reached or the budget is spent, what was spent before included."""
         self.left += budget
         self.patience = max(1, min(_PATIENCE, int(_PATIENT * budget)))
@@ -158,8 +158,8 @@ class _Search:
 
 
 def schedule(
-    problem: FusedProblem, *, budget: int = BUDGET, seed: int = 0, begin: Schedule | None = None
-) -> Schedule:
+    problem: FusedProblem, *, budget: int = BUDGET, seed: int = 0, begin: FusedSchedule | None = None
+) -> FusedSchedule:
     """Return the shortest schedule found within the memory cap.
 
     The result is at worst one pipeline after the other. It depends on the arguments alone.
@@ -175,7 +175,7 @@ def schedule(
     return search.run(budget, begin)
 
 
-def quick_schedule(problem: FusedProblem, *, rounds: int = ROUNDS, seed: int = 0) -> Schedule:
+def quick_schedule(problem: FusedProblem, *, rounds: int = ROUNDS, seed: int = 0) -> FusedSchedule:
     """Return the shortest of a few list schedules, without moves: for comparing many problems.
 
     Args:
@@ -192,9 +192,9 @@ def front(
     points: int = 16,
     budget: int = BUDGET,
     seed: int = 0,
-    begin: Schedule | None = None,
-) -> list[Schedule]:
-    """Return schedules such that none has both less latency and less peak memory than another.
+    begin: FusedSchedule | None = None,
+) -> list[FusedSchedule]:
+    """Return the Pareto front of schedules by latency and peak memory.
 
     The first has the least latency. Each search has a lower memory cap than the peak found before it.
 
@@ -211,7 +211,7 @@ def front(
     while apart and max(found[-1].peak_bytes) - apart >= least * (1 - 1e-9):
         capped = problem.within(max(max(found[-1].peak_bytes) - apart, least))
         found.append(schedule(capped, budget=budget, seed=seed, begin=found[-1]))
-    kept: list[Schedule] = []
+    kept: list[FusedSchedule] = []
     for each in sorted(found, key=lambda each: (each.latency_s, max(each.peak_bytes))):
         if not kept or max(each.peak_bytes) < max(kept[-1].peak_bytes):
             kept.append(each)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import lcm
 from zlib import crc32
 
-from rillflow.placement.fused.problem import FusedProblem, Pipeline, Schedule
+from rillflow.placement.fused.problem import FusedProblem, FusedSchedule, Pipeline
 from rillflow.placement.fused.solve import BUDGET, schedule
 
 LEAST_GAIN = 0.03
@@ -23,14 +23,14 @@ _SEARCH_S, _SEARCH_SHARE = 0.1, 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """A fused schedule of one step, and the time without it.
+    """A fused schedule of one step, and the time without fusion.
 
     Example:
         plan = step_plan(actor, critic)
         run_fused(..., plan.schedule) if plan.pays else ...
     """
 
-    schedule: Schedule
+    schedule: FusedSchedule
     """The fused schedule."""
     alone_s: float
     """Seconds of both pipelines one after the other, each in 1F1B."""
@@ -53,10 +53,10 @@ def step_plan(
     descending: Pipeline,
     *,
     memory_bytes: float | None = None,
-    begin: Schedule | None = None,
+    begin: FusedSchedule | None = None,
     is_measured: bool = False,
 ) -> StepPlan:
-    """Return a fused schedule, found in about 0.1 s or 1% of the step, and the time without it.
+    """Return a fused schedule, found in about 0.1 s or 1% of the step, and the time without fusion.
 
     It depends on the arguments alone, so ranks with equal arguments have the same.
 
@@ -119,7 +119,7 @@ def in_1f1b(pipeline: Pipeline) -> float:
     return max(free)
 
 
-def _is_of(problem: FusedProblem, schedule: Schedule) -> bool:
+def _is_of(problem: FusedProblem, schedule: FusedSchedule) -> bool:
     """Return whether a schedule has the problem's devices and micro-batches."""
     counts = [2 * each.micro_batches for each in problem.pipelines]
     return len(schedule.devices) == problem.devices and all(

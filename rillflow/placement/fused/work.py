@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-from rillflow.placement.fused.problem import FusedProblem, FusedTask, Schedule
+from rillflow.placement.fused.problem import FusedProblem, FusedSchedule, FusedTask
 
 NONE: Final = -1
 """Index that stands for no task."""
@@ -78,13 +78,13 @@ class FusedWork:
         end = max(start + spent for start, spent in zip(starts, self.seconds, strict=True))
         return [end - starts[task] - self.seconds[task] for task in self.mirror]
 
-    def schedule(self, starts: Sequence[float]) -> Schedule:
+    def schedule(self, starts: Sequence[float]) -> FusedSchedule:
         """Return the schedule with these starts."""
         devices = tuple(
             tuple(self._task(device, task, starts[task]) for task in order)
             for device, order in enumerate(self.orders(starts))
         )
-        return Schedule(
+        return FusedSchedule(
             devices=devices,
             latency_s=max(start + spent for start, spent in zip(starts, self.seconds, strict=True)),
             peak_bytes=tuple(self._peak_bytes(tasks) for tasks in devices),
@@ -99,7 +99,7 @@ class FusedWork:
             peak = max(peak, sum(count * each.activation_bytes for count, each in both))
         return peak
 
-    def starts(self, schedule: Schedule) -> list[float]:
+    def starts(self, schedule: FusedSchedule) -> list[float]:
         """Return the starts of a schedule's tasks."""
         found = [0.0] * self.count
         for first, tasks in zip(self.first, schedule.devices, strict=True):

@@ -14,6 +14,8 @@ import ast
 import secrets
 from collections.abc import Callable
 
+from rillflow.rewards.syntax import parsed
+
 Run = Callable[[str], str]
 """Runs a program in the sandbox and returns its standard output."""
 
@@ -53,7 +55,7 @@ def passes(test: str, program: str, setup: str, entry_point: str, run: Run) -> b
 def _recording(test: str, mark: str) -> str | None:
     """Return a test whose asserts print the arguments of their calls; None if it cannot be separated."""
     try:
-        tree = ast.parse(test)
+        tree = parsed(test)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
@@ -80,7 +82,7 @@ class _Recorder(ast.NodeTransformer):
             return node
         self.num_calls += len(calls)
         shown = [f"print({self._mark!r}, repr({ast.unparse(_arguments(call))}))" for call in calls]
-        return ast.parse("if True:\n    " + "\n    ".join(shown or ["pass"])).body[0]
+        return parsed("if True:\n    " + "\n    ".join(shown or ["pass"])).body[0]
 
 
 def _arguments(call: ast.Call) -> ast.expr:

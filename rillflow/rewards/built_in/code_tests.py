@@ -22,6 +22,7 @@ from typing import Any
 
 from rillflow.rewards.built_in.check_calls import is_separable, passes
 from rillflow.rewards.programs import run_python
+from rillflow.rewards.syntax import parsed
 
 LIMIT_S = 3.0
 """Longest run time of a program in seconds; after the first run that takes longer the other tests count as
@@ -154,7 +155,7 @@ def _is_right(printed: str, expected: object) -> bool:
 def _comparison(statement: str) -> tuple[str, object] | None:
     """Return the two sides of ``assert call == literal``, the right one as its value; None for other code."""
     try:
-        (only,) = ast.parse(statement).body
+        (only,) = parsed(statement).body
         if not (isinstance(only, ast.Assert) and isinstance(only.test, ast.Compare)):
             return None
         if len(only.test.ops) != 1 or not isinstance(only.test.ops[0], ast.Eq):
@@ -169,7 +170,7 @@ def _statements(tests: object) -> list[str]:
     if isinstance(tests, list):
         return [str(each) for each in tests]
     try:
-        parts = ast.parse(str(tests)).body
+        parts = parsed(str(tests)).body
     except (SyntaxError, ValueError):
         return [str(tests)]
     if parts and all(isinstance(each, ast.Assert) for each in parts):

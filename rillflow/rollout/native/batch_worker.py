@@ -60,7 +60,7 @@ _IDLE = SamplingConfig()
 
 
 class BatchWorker:
-    """Rows that run together; each step draws one token for each.
+    """Rows that run together; a step draws one token per row.
 
     Args:
         module: a transformers causal language model built with Rillflow's attention, or a rank's shard of
@@ -427,7 +427,7 @@ class RankConsistency:
             self._notes += [(*row.rollout.row, said) for row, said in zip(rows, numbers, strict=True)]
 
     def check(self, *state: int) -> None:
-        """Compare the notes of all ranks; every rank calls it.
+        """Compare the notes of all ranks; a collective call.
 
         Args:
             state: more numbers that must be equal on all ranks: the version, the rows, the lengths.

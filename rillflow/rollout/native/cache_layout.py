@@ -58,7 +58,7 @@ class CacheRow(NamedTuple):
 
 
 class Member(Protocol):
-    """A row as the layout sees it."""
+    """A row's place in the layout."""
 
     limit: int
     """Maximum positions of the row."""
@@ -67,7 +67,7 @@ class Member(Protocol):
 
     @property
     def cache_row(self) -> CacheRow | None:
-        """Cache row; None before it has one."""
+        """Cache row; None until a cache row is assigned."""
 
     def reach(self, clock: int) -> int:
         """Return the positions that it needs in this step."""
@@ -304,7 +304,7 @@ class PrefixIndex:
         self._rows: dict[object, CacheRow] = {}
 
     def put(self, row: CacheRow, tokens: tuple[int, ...]) -> None:
-        """Record that the cache row holds these tokens; they may extend its present ones."""
+        """Record the tokens of a cache row; they may extend its present tokens."""
         held = self.at(row)
         if not tokens or not held or tokens[: len(held)] != held:
             self.drop(row)

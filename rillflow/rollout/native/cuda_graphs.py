@@ -1,4 +1,4 @@
-"""CUDA graphs: replay the kernels of a pass that only feeds rows, without the CPU's work between them.
+"""CUDA graphs: replay the kernels of a pass that only feeds rows, without work of the CPU between kernels.
 
     tokens, positions [n] ── copied into buffers [N] ─> graph of this shape ─> logits [N, V] ── the first n
                              n rows rounded up to N      captured at its second pass
@@ -40,7 +40,7 @@ from rillflow.rollout.native.passes import Segment, forward
 LEAST_ROWS, POSITIONS = 16, 128
 """Smallest number of rows; positions are rounded up to a multiple."""
 MOST_GRAPHS = 32
-"""Graphs that are kept; more discard all."""
+"""Most graphs that are kept; beyond this number all are discarded."""
 
 _log = logging.getLogger(__name__)
 

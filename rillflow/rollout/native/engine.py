@@ -17,6 +17,7 @@ Loop of a worker (``_drain``, in a thread of its own)
 
 from __future__ import annotations
 
+import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -25,7 +26,7 @@ from functools import partial
 from itertools import chain
 from math import inf
 from threading import Event
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,9 @@ from rillflow.rollout.native.batch_worker import BatchWorker
 from rillflow.rollout.native.runner import evaluating
 from rillflow.rollout.native.scheduler import check_ids
 from rillflow.workers.collectives import Ranks, SingleRank
+
+if TYPE_CHECKING:
+    from rillflow.models.language_model import LanguageModel
 
 WORKER_ROWS = 32
 """Minimum slots of a worker: with fewer, reading the weights in every worker costs more than workers save."""
@@ -286,7 +290,7 @@ class NativeEngine:
             worker.clear()
 
     def _together(self, work: Sequence[Callable[[], _T]], stop: Event) -> list[_T]:
-        """Return all results; after the first failure, stop the other workers, wait for them, raise it."""
+        """Return all results; after a failure, stop and await the other workers, then raise the error."""
         watched = self._routers.watched() if self._records else nullcontext()
         with evaluating(self._module), watched:
             if self._threads is None or len(work) == 1:
@@ -321,3 +325,16 @@ def _threads(engine: NativeEngine, workers: int) -> ThreadPoolExecutor:
     )
     weakref.finalize(engine, pool.shutdown, wait=False)
     return pool
+
+
+def native_engine(model: LanguageModel, rollout: RolloutConfig, seed: int | None = None) -> NativeEngine:
+    """Return an engine that samples from a loaded model in this process; ``None`` draws a random seed."""
+    stops = Stops(rollout.stop, model.tokenizer)
+    return NativeEngine(
+        model.module,
+        rollout,
+        stop_tokens=stops.tokens,
+        stops=stops,
+        seed=secrets.randbelow(2**31) if seed is None else seed,
+        context=model.context,
+    )

@@ -1,6 +1,6 @@
 """Dataset: the rows of an environment that has its own, listed by a child process.
 
-verifiers:NAME ─ verifiers_adapter.py:rows, in a child ─> rows: prompt, verifiers_task
+verifiers:NAME ─ rows of the adapter's file, in a child ─> rows: prompt, verifiers_task
 """
 
 from __future__ import annotations
@@ -11,27 +11,25 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rillflow.errors import DataError
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.child import Child, State, next_answers
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Score
-from rillflow.rewards.sandbox import Level
 from rillflow.rollout.config import EnvironmentConfig
-from rillflow.serving.environments.source import VERIFIERS, parse_environment
+from rillflow.serving.environments.source import EnvironmentSource
 
 LIST_LIMIT_S = 3600.0
 """Longest time in seconds to list the rows: a data set may be downloaded."""
 
 
-def environment_rows(config: EnvironmentConfig, base: Path) -> list[dict[str, Any]]:
+def environment_rows(config: EnvironmentConfig, source: EnvironmentSource) -> list[dict[str, Any]]:
     """Return the rows of an environment's own data set.
 
     Raises:
         DataError: it has none, or it cannot be listed.
         RewardError: the child process cannot load the library.
-        ConfigError: the library is not installed.
     """
-    source = parse_environment(config, base)
-    if not config.source.startswith(VERIFIERS):
+    if source.adapter is None or not source.adapter.has_rows:
         raise DataError(
             f"task.source is {config.source!r}",
             why="only verifiers environments have rows of their own",
@@ -44,7 +42,7 @@ def environment_rows(config: EnvironmentConfig, base: Path) -> list[dict[str, An
             next_answers([child])
         with TemporaryDirectory() as folder:
             file = Path(folder) / "rows.jsonl"
-            given = {"name": source.arguments["name"], "arguments": config.arguments, "file": str(file)}
+            given = {"name": source.rest, "arguments": config.arguments, "file": str(file)}
             child.send({"type": "run", "rows": 1, "columns": given}, limit_s=LIST_LIMIT_S)
             answers: list[Any] = []
             while not answers:

@@ -26,11 +26,9 @@ from rillflow.rewards.outcome import FAILED, LOGGED, RETURNED, Outcome
 from rillflow.rollout.config import SamplingConfig
 from rillflow.serving.environments.pool import Told
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS
-from rillflow.serving.messages import turn_of
-from rillflow.serving.openai_answers import call_json
-from rillflow.serving.tool_calls import Answer, Plain, ToolFormat
+from rillflow.serving.tool_calls import Answer, Plain, ToolFormat, call_json, turn_of
 from rillflow.tasks.encoded import Encoder
-from rillflow.tasks.example import Example, prompt_of
+from rillflow.tasks.example import TEMPLATE_ARGUMENTS, Example, prompt_of
 
 
 class Episode:
@@ -185,11 +183,13 @@ class Episode:
         return found.tokens
 
     def _chat(self, turns: Sequence[Mapping[str, Any]]) -> Chat:
-        return Chat(turns=turns, tools=self._tools, arguments=self._encoder.template_arguments)
+        return self._encoder.chat(self._conversation([*turns]), turns)
 
     def _conversation(self, turns: list[Any]) -> Example:
-        prompt = prompt_of({"prompt": [*turns], "tools": self._tools})
-        return Example(index=0, prompt=prompt, columns={"tools": self._tools}, place="the episode")
+        columns = {"prompt": turns, "tools": self._tools}
+        if (arguments := self.columns.get(TEMPLATE_ARGUMENTS)) is not None:
+            columns[TEMPLATE_ARGUMENTS] = arguments
+        return Example(index=0, prompt=prompt_of(columns), columns=columns, place="the episode")
 
     def _require_room(self) -> None:
         if len(self.row.tokens) >= self._context:

@@ -29,8 +29,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from rillflow.isolation.frames import FrameReader, encode
 from rillflow.rewards.calling import Refused, describe, load_function
-from rillflow.rewards.frames import FrameReader, encode
 from rillflow.rewards.outcome import shown_value
 
 TEXT_CHARACTERS = 1 << 20

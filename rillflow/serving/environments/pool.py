@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.errors import RolloutError
+from rillflow.isolation.frames import Frame, FrameError, FrameReader, encode
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.child import START_LIMIT_S, Child, State
-from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode
 from rillflow.rewards.function import FunctionPath, Parameters, choose, place_of
 from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.text_execution import is_shut_in, visible_to
 from rillflow.rollout.config import EnvironmentConfig
 from rillflow.serving.environments.source import EnvironmentSource

@@ -1,8 +1,7 @@
 """Source: what ``rollout.environment.source`` names, as a class in a file and its arguments.
 
     game.py:Guess ────────────────────────────> FunctionPath(game.py, Guess), arguments
-    verifiers:NAME ─> verifiers_adapter.py:VerifiersEnvironment, name = NAME
-    openenv:URL ────> openenv_adapter.py:OpenEnvironment, url = URL
+    SCHEME:REST ─ EnvironmentAdapter of a plugin ─> FunctionPath(its file, its class), its argument = REST
 
 Imports neither torch nor the packages of the adapters.
 """
@@ -18,18 +17,13 @@ from typing import Any
 from rillflow.errors import ConfigError
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.rollout.config import EnvironmentConfig
+from rillflow.serving.environments.adapter import EnvironmentAdapter
 
-VERIFIERS, OPENENV = "verifiers:", "openenv:"
-"""Beginnings of the sources of other libraries."""
 ENVIRONMENT_REWARD, METRICS, TURNS = "environment_reward", "environment_metrics", "turns"
 """Columns of a row that an environment wrote: the sum of its rewards, its last metrics, its turns."""
 _FOLDER = Path(__file__).resolve().parent
 REWARD = FunctionPath(file=_FOLDER / "reward.py", name=ENVIRONMENT_REWARD)
 """Reward function of rows that an environment wrote."""
-_ADAPTERS = {
-    VERIFIERS: ("verifiers_adapter.py", "VerifiersEnvironment", "name", "verifiers", "verifiers"),
-    OPENENV: ("openenv_adapter.py", "OpenEnvironment", "url", "openenv", "openenv-core"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +40,8 @@ class EnvironmentSource:
     """Arguments of the class."""
     written: str
     """The source as the recipe names it."""
+    adapter: EnvironmentAdapter | None = None
+    """Adapter to the library of the environment; None for a class of the user's."""
 
     def __str__(self) -> str:
         return self.written
@@ -53,38 +49,47 @@ class EnvironmentSource:
     @property
     def is_own(self) -> bool:
         """Whether the class is the user's, not an adapter to another library."""
-        return not self.written.startswith(tuple(_ADAPTERS))
+        return self.adapter is None
+
+    @property
+    def rest(self) -> str:
+        """What follows the scheme."""
+        return self.written.partition(":")[2]
 
 
-def parse_environment(config: EnvironmentConfig, base: Path) -> EnvironmentSource:
+def parse_environment(
+    config: EnvironmentConfig, base: Path, adapter: EnvironmentAdapter | None = None
+) -> EnvironmentSource:
     """Locate an environment without loading it.
+
+    Args:
+        config: the section ``rollout.environment``.
+        base: the recipe's folder.
+        adapter: adapter of the source's scheme; None for a class of the user's.
 
     Raises:
         RewardError: the file is missing or does not bind the class.
         ConfigError: the library of the source is not installed, or nothing follows the colon.
     """
-    for beginning, (file, name, argument, module, package) in _ADAPTERS.items():
-        if not config.source.startswith(beginning):
-            continue
-        rest = config.source.removeprefix(beginning)
-        if not rest:
-            raise ConfigError(
-                f"rollout.environment.source is {config.source!r}",
-                why="nothing follows the colon",
-                fix=f"write the {argument}, such as {_example(beginning)}",
-            )
-        if find_spec(module) is None:
-            raise ConfigError(
-                f"rollout.environment.source is {config.source!r}, and {package} is not installed",
-                why="its own library runs the environment",
-                fix=f"pip install {package}",
-            )
-        path = FunctionPath(file=_FOLDER / file, name=name)
-        arguments = {argument: rest, **config.arguments}
-        return EnvironmentSource(path=path, arguments=arguments, written=config.source)
-    path = parse_function(config.source, base, "environment")
-    return EnvironmentSource(path=path, arguments=config.arguments, written=config.source)
-
-
-def _example(beginning: str) -> str:
-    return '"verifiers:wordle"' if beginning == VERIFIERS else '"openenv:http://127.0.0.1:8000"'
+    if adapter is None:
+        path = parse_function(config.source, base, "environment")
+        return EnvironmentSource(path=path, arguments=config.arguments, written=config.source)
+    rest = config.source.partition(":")[2]
+    if not rest:
+        raise ConfigError(
+            f"rollout.environment.source is {config.source!r}",
+            why="nothing follows the colon",
+            fix=f'write the {adapter.argument}, such as "{adapter.example}"',
+        )
+    if find_spec(adapter.module) is None:
+        raise ConfigError(
+            f"rollout.environment.source is {config.source!r}, and {adapter.package} is not installed",
+            why="its own library runs the environment",
+            fix=f"pip install {adapter.package}",
+        )
+    return EnvironmentSource(
+        path=FunctionPath(file=adapter.file, name=adapter.name),
+        arguments={adapter.argument: rest, **config.arguments},
+        written=config.source,
+        adapter=adapter,
+    )

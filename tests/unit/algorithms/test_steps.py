@@ -81,7 +81,7 @@ def configured(name: str, settings: Mapping[str, object]) -> AlgorithmConfig | N
 def traced(algorithm: Algorithm, config: AlgorithmConfig, kinds: Mapping[str, type] = FUNCTIONS) -> Graph:
     roles: dict[str, dict[str, Signature]] = {
         role: {name: marked.signature for name, marked in endpoints_of(kinds[role]).items()}
-        for role in algorithm.called(config)
+        for role in algorithm.listened(config).heard
     }
 
     def run(tracer: Tracer, data: object) -> object:
@@ -100,7 +100,7 @@ def test_every_step_is_a_graph_in_which_no_field_is_missing(name: str, settings:
     assert config is not None
     for kinds in (FUNCTIONS, MODELS):
         graph = traced(ALGORITHMS[name], config, kinds)
-        assert set(graph.roles) == set(ALGORITHMS[name].called(config))
+        assert set(graph.roles) == set(ALGORITHMS[name].listened(config).heard)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

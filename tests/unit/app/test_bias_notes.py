@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.bias_notes import bias_notes, look_at_comparisons
+from rillflow.app.bias_notes import bias_notes, correction_notes, look_at_comparisons
 from rillflow.app.check_report import Report
-from rillflow.app.corrections import correction_notes
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.recipe import LoadedRecipe, load_recipe
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
 from rillflow.cli.main import main
 from rillflow.formulas.config import Correction
 from rillflow.rollout.config import SamplingConfig
@@ -31,7 +31,7 @@ RESTRICTS = {
 SAMPLED = [name for name, each in ALGORITHMS.items() if "samples_per_prompt" in each.config.model_fields]
 
 
-def loaded(*settings: str, name: str = "grpo", **sections: Any) -> LoadedRecipe:
+def loaded(*settings: str, name: str = "grpo", **sections: Any) -> Resolved:
     made: dict[str, Any] = {
         "task": {"source": "arithmetic", "digits": 1, "operators": "+", "size": 20, "held_out": 2},
         "rollout": {"max_tokens": 4},
@@ -44,7 +44,7 @@ def loaded(*settings: str, name: str = "grpo", **sections: Any) -> LoadedRecipe:
 
 
 def notes(*settings: str, name: str = "grpo") -> list[str]:
-    return bias_notes(loaded(*settings, name=name).recipe)
+    return bias_notes(loaded(*settings, name=name))
 
 
 @pytest.mark.parametrize("name", SAMPLED)
@@ -66,7 +66,7 @@ def test_several_settings_are_one_warning() -> None:
 @pytest.mark.parametrize("name", ["sft", "dpo", "preference"])
 def test_algorithms_that_only_evaluate_with_samples_are_not_warned(name: str) -> None:
     data = {} if name == "sft" else {"task": {"source": "pairs.jsonl"}}
-    assert bias_notes(loaded("rollout.top_p=0.8", name=name, **data).recipe) == []
+    assert bias_notes(loaded("rollout.top_p=0.8", name=name, **data)) == []
 
 
 def test_temperature_and_limits_bias_nothing() -> None:
@@ -82,16 +82,13 @@ def test_temperature_and_limits_bias_nothing() -> None:
     ],
 )
 def test_sampling_that_the_algorithm_gives_itself_counts(sampling: SamplingConfig, said: str | None) -> None:
-    recipe = loaded("rollout.top_p=0.9").recipe
-
     def step(flow: Any, prompts: Any, config: Any) -> Any:
         rollouts = flow.policy.generate(prompts, samples=2, sampling=sampling)
         return flow.policy.update(rollouts, flow.reward.score(rollouts), loss=config.loss, passes=config)
 
-    own = replace(ALGORITHMS["grpo"], step=step, _heard={})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ALGORITHMS, "grpo", own)
-        found = bias_notes(recipe)
+        patch.setitem(ALGORITHMS, "grpo", replace(ALGORITHMS["grpo"], step=step))
+        found = bias_notes(loaded("rollout.top_p=0.9"))
     assert len(found) == (said is not None) and all(str(said) in note for note in found)
 
 
@@ -100,16 +97,20 @@ APART = (
     "placement.pools={ main = 1, answers = 1 }",
     'placement.roles={ sampler = "answers" }',
 )
-READY = (*APART, "algorithm.freshness=2", 'algorithm.async_mode="ready_first"')
+TAIL = 'schedule={mode="tail_batching",'
+READY = (*APART, 'schedule={mode="ahead",freshness=2}', 'schedule.mode="ready_first"')
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["algorithm.oversample_samples=1.5"], "the 8 of 12 rows of a prompt that end first"),
-        (["algorithm.oversample_prompts=1.5"], None),
-        ([*READY, 'algorithm.on_stale="drop"'], 'on_stale is "drop"'),
-        ([*READY, "rollout.keep_cache=true"], "rollout.keep_cache is true"),
+        (
+            ['schedule={mode="tail_batching",oversample_samples=1.5}'],
+            "the 8 of 12 rows of a prompt that end first",
+        ),
+        (['schedule={mode="tail_batching",oversample_prompts=1.5}'], None),
+        ([*READY, 'schedule.on_stale="drop"'], 'on_stale is "drop"'),
+        ([*READY, "schedule.keep_cache=true"], "schedule.keep_cache is true"),
         ([*READY], None),
         (["algorithm.loss.aggregation=sequence_mean"], 'aggregation is "sequence_mean"'),
         (["algorithm.loss.aggregation=constant"], None),
@@ -122,8 +123,8 @@ def test_the_choice_of_rows_and_their_mean_are_told(settings: list[str], said: s
 
 @pytest.mark.parametrize("name", ["tis", "sequence_tis", "icepop", "m2po", "topr"])
 def test_each_correction_tells_its_bias(name: Correction) -> None:
-    given = (*APART, "algorithm.freshness=1", f"algorithm.loss.correction={name}")
-    (note,) = correction_notes(loaded(*given).recipe)
+    given = (*APART, 'schedule={mode="ahead",freshness=1}', f"algorithm.loss.correction={name}")
+    (note,) = correction_notes(loaded(*given))
     assert "which biases the gradient (mismatch/bounded/share)" in note
 
 
@@ -142,7 +143,7 @@ def comparisons(folder: Path, text: str, *settings: str) -> list[str]:
     (folder / "rewards.py").write_text(text)
     given = loaded(*settings, reward={"function": f"{folder / 'rewards.py'}:reward"})
     report = Report()
-    report.attempt(look_at_comparisons, RecipeFacts(recipe=given.recipe, base=folder))
+    report.attempt(look_at_comparisons, RecipeFacts(resolved=given))
     assert not report.problems
     return report.notes
 
@@ -161,7 +162,7 @@ def test_a_reward_that_compares_rows_is_told_how_its_rows_are_divided(
 ) -> None:
     found = comparisons(tmp_path, BEST, *settings)
     assert len(found) == (said is not None)
-    assert all("compares rows with each other (max(scores), line 4)" in each for each in found)
+    assert all("compares rows with each other (max(scores), rewards.py:4)" in each for each in found)
     assert all(str(said) in each for each in found)
     assert comparisons(tmp_path, ALONE, *settings) == []
 

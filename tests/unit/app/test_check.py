@@ -12,8 +12,9 @@ from rillflow.app.check_report import Report
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.launch import launch
 from rillflow.app.preflight_checks import require_sound
-from rillflow.app.recipe import LoadedRecipe, load_recipe
-from rillflow.app.resume import keep_data, resolved, run_state
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
+from rillflow.app.resume import keep_data, run_config, run_state
 from rillflow.errors import ConfigError, DataError, RunDirectoryError
 from rillflow.runs.environment import usable_cores
 from rillflow.runs.run_directory import RunDirectory
@@ -61,12 +62,50 @@ def write_rows(folder: Path, rows: list[dict[str, object]]) -> None:
     (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def loaded(folder: Path, *overrides: str) -> LoadedRecipe:
+def loaded(folder: Path, *overrides: str) -> Resolved:
     return load_recipe(folder / "run.toml", overrides)
 
 
 def said(report: Report, title: str) -> str:
     return "\n".join(report.topics[title])
+
+
+PAIRS: list[dict[str, object]] = [
+    {"prompt": f"{n}+1=", "completion": "2", "answer": "2", "chosen": "2", "rejected": "1"} for n in range(10)
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        (("algorithm.name=dpo",), False),
+        (("algorithm.name=dpo", "evaluate=none"), False),
+        (("algorithm.name=sft",), True),
+        (("algorithm.name=sft", "evaluate=none"), False),
+        (("algorithm.name=sft", "task.held_out=0"), False),
+        (("algorithm.name=grpo", "evaluate=none"), True),
+    ],
+)
+def test_the_length_of_answers_matters_only_if_something_is_generated(
+    folder: Path, settings: tuple[str, ...], is_refused: bool
+) -> None:
+    """DPO trains and evaluates on given answers: none of 256 tokens is ever sampled in a context of 32."""
+    write_rows(folder, PAIRS)
+    try:
+        found = problems(folder, "rollout.max_tokens=256", *settings)
+    except ConfigError as error:
+        found = str(error)
+    assert ("rollout.max_tokens is 256" in found) is is_refused, found
+    assert is_refused or not found
+
+
+def test_answers_that_no_reward_scores_are_not_generated(folder: Path) -> None:
+    write_rows(folder, PAIRS)
+    with_reward, without = (
+        RecipeFacts(resolved=loaded(folder, "algorithm.name=sft", *more))
+        for more in ((), ("reward.function=none",))
+    )
+    assert with_reward.generates and not without.generates
 
 
 def problems(folder: Path, *overrides: str) -> str:
@@ -80,6 +119,26 @@ def test_a_good_recipe_has_no_problem_and_every_topic(folder: Path) -> None:
     assert titles == ["batch", "placement", "data", "model", "tokens", "reward", "run directory", "settings"]
     assert "policy: pool main, rank 0" in report.topics["placement"]
     assert not (folder / "runs").exists(), "a check writes nothing"
+
+
+AGENT = """
+async def solve(prompt, **columns):
+    return [{"points": 2}, {"points": 1}]
+
+def points(returned, **columns):
+    return [float(sum(move["points"] for move in moves)) for moves in returned]
+"""
+
+
+def test_a_reward_of_what_an_agent_returns_is_tried_in_the_run(folder: Path) -> None:
+    (folder / "agent.py").write_text(AGENT)
+    settings = ("rollout.agent.function=agent.py:solve", "reward.function=agent.py:points")
+    report = check(loaded(folder, *settings))
+    assert not report.problems
+    assert any(
+        "agent.py:points failed where the column 'returned' held a text" in each for each in report.notes
+    )
+    assert "agent.py:points needs a column 'returned'" in problems(folder, settings[1])
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "reference", "all"])
@@ -124,7 +183,7 @@ def test_a_setting_that_nothing_reads_is_not_shown(folder: Path, dotted: str, un
 def test_a_reference_within_the_policy_has_no_weights_to_put_away(folder: Path) -> None:
     settings = ("policy.model.new=none", "policy.model.path=base", "policy.offload=reference")
     for more, is_read in (("run.seed=1", True), ("policy.model.adapter={ rank = 2 }", False)):
-        recipe = loaded(folder, *settings, "algorithm.loss.kl=0.1", more).recipe
+        recipe = loaded(folder, *settings, "algorithm.loss.kl=0.1", more)
         assert ("policy.offload" not in unread_settings(recipe)) is is_read
         assert any("in host memory" in line for line in placement_lines(recipe)) is is_read
 
@@ -134,9 +193,9 @@ def test_a_sampler_on_its_own_ranks_is_listed(folder: Path, ranks: int, freshnes
     settings = [
         f"placement.pools={{ main = 1, answers = {ranks} }}",
         'placement.roles={ sampler = "answers" }',
-        f"algorithm.freshness={freshness}",
+        f'schedule={{mode="ahead",freshness={freshness}}}',
     ]
-    lines = placement_lines(load_recipe(folder / "run.toml", settings).recipe)
+    lines = placement_lines(load_recipe(folder / "run.toml", settings))
     (line,) = (line for line in lines if "pool answers" in line)
     assert ("rank 0 to 1" in line) is (ranks == 2) and "tp 1" in line
     assert line.endswith(f"used {freshness} steps later") is bool(freshness)
@@ -284,11 +343,11 @@ def test_all_problems_are_found_at_once(folder: Path) -> None:
 def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None:
     bad = loaded(folder, "policy.model.new=none", "policy.model.path=./x", "reward.function=y.py:z")
     with pytest.raises(ConfigError, match="2 problems"):
-        launch(bad.recipe, bad.base, quiet=True)
+        launch(bad, quiet=True)
     said: list[str] = []
 
     def facts(*settings: str) -> RecipeFacts:
-        return RecipeFacts(recipe=loaded(folder, *settings).recipe, base=folder, say=said.append)
+        return RecipeFacts(resolved=loaded(folder, *settings), say=said.append)
 
     with pytest.raises(ConfigError, match="2 problems"):
         require_sound(facts("reward.function=none", "rollout.max_tokens=30"))
@@ -303,9 +362,9 @@ def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None
 
 
 def test_a_run_under_other_settings_is_a_problem_once_it_made_a_step(folder: Path) -> None:
-    recipe = loaded(folder).recipe
-    task = open_task(recipe.task, PROMPTS, base=folder, seed=0)
-    with RunDirectory.open(folder / "runs" / "a", resolved(recipe, task, folder)) as run:
+    recipe = loaded(folder)
+    task = open_task(recipe.recipe.task, PROMPTS, base=folder, seed=0)
+    with RunDirectory.open(folder / "runs" / "a", run_config(recipe, task)) as run:
         same = ("run.dir=runs/a", "run.threads=1")
         assert problems(folder, *same, "algorithm.prompts_per_step=2") == ""
         run.log_metrics(1, "grpo", {})
@@ -317,9 +376,9 @@ def test_a_run_under_other_settings_is_a_problem_once_it_made_a_step(folder: Pat
 
 
 def test_what_a_resume_would_change_is_said_and_what_cannot_be_is_refused(folder: Path) -> None:
-    recipe = loaded(folder).recipe
-    task = open_task(recipe.task, PROMPTS, base=folder, seed=0)
-    with RunDirectory.open(folder / "runs" / "a", resolved(recipe, task, folder)) as run:
+    recipe = loaded(folder)
+    task = open_task(recipe.recipe.task, PROMPTS, base=folder, seed=0)
+    with RunDirectory.open(folder / "runs" / "a", run_config(recipe, task)) as run:
         (run.checkpoints / "step-000002").mkdir(parents=True)
         run.write_json("finished.json", {"steps": 3})
     (folder / "reward.py").write_text(REWARD + "\n")
@@ -362,3 +421,36 @@ def test_the_state_of_a_run_directory(tmp_path: Path) -> None:
     assert "resumes after step 12" in run_state(run)
     (run / "finished.json").write_text("{}")
     assert "finished" in run_state(run)
+
+
+def test_a_small_file_needs_no_number_of_held_out_rows_and_keeps_it_with_the_run(folder: Path) -> None:
+    (folder / "run.toml").write_text(RECIPE.replace("held_out = 2\n", ""))
+    report = check(loaded(folder))
+    assert not report.problems
+    assert "9 prompts to train on, 1 held out (task.held_out is left out: a tenth of the rows" in said(
+        report, "data"
+    )
+    facts = RecipeFacts(resolved=loaded(folder))
+    kept = run_config(facts.resolved, facts.task)
+    assert kept["task"]["held_out"] == 1, "a later command draws the same row, with a number that is set"
+
+
+def test_a_chat_prompt_is_shown_by_its_question(folder: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {
+            "prompt": [{"role": "system", "content": "s" * 80}, {"role": "user", "content": f"{n}+1?"}],
+            "answer": "2",
+        }
+        for n in range(10)
+    ]
+    write_rows(folder, rows)
+    lines = said(check(loaded(folder)), "reward")
+    assert '+1?" answered with' in lines and "role" not in lines
+
+
+def test_a_key_of_another_algorithm_is_to_be_removed(folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder, "algorithm.name=sft", "algorithm.samples_per_prompt=4")
+    assert "remove 'samples_per_prompt': another choice of [algorithm] has it" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"--set reward\.function=\.\.\."):
+        loaded(folder, "reward=none")

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from rillflow.app.batch_arithmetic import batch_lines
-from rillflow.app.phases import phase_plans
-from rillflow.app.recipe import Recipe
-from rillflow.config.load import validate
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
 from rillflow.errors import ConfigError
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -22,10 +21,10 @@ SMALL: dict[str, dict[str, Any]] = {
 AGENT = {"agent": {"function": "agent.py:solve"}}
 
 
-def recipe(**sections: dict[str, Any]) -> Recipe:
+def recipe(**sections: dict[str, Any]) -> Resolved:
     """Return the small recipe with replaced keys of sections."""
     data = {name: {**SMALL.get(name, {}), **keys} for name, keys in {**SMALL, **sections}.items()}
-    return validate(Recipe, data, "recipe")
+    return load_recipe(data)
 
 
 def refusal(**sections: dict[str, Any]) -> ConfigError:
@@ -39,7 +38,7 @@ def new(**sizes: int) -> dict[str, Any]:
 
 
 def test_the_small_recipe_is_consistent() -> None:
-    assert recipe().algorithm.steps == 3
+    assert recipe().recipe.algorithm.steps == 3
 
 
 @pytest.mark.parametrize(
@@ -132,13 +131,12 @@ def test_a_divisor_is_proposed() -> None:
 def test_greedy_sampling_is_fine_where_nothing_is_sampled() -> None:
     supervised = {"name": "sft", "steps": 3}
     data = {**SMALL, "algorithm": supervised, "rollout": {"temperature": 0, "max_tokens": 8}}
-    assert validate(Recipe, data, "recipe").rollout.temperature == 0
+    assert load_recipe(data).recipe.rollout.temperature == 0
 
 
 def test_the_arithmetic_of_a_run() -> None:
-    lines = batch_lines(
-        recipe(warm_start={"steps": 10, "prompts_per_step": 16}, algorithm={"minibatches": 3, "epochs": 2})
-    )
+    warm = {"steps": 10, "prompts_per_step": 16}
+    lines = batch_lines(recipe(warm_start=warm, algorithm={"minibatches": 3, "epochs": 2}).recipe)
     assert lines == [
         "warm start: 10 steps x 16 rows = 160 rows",
         "a step: 4 prompts x 8 samples = 32 rows, trained in 3 minibatches of 11 or 10 rows",
@@ -148,48 +146,48 @@ def test_the_arithmetic_of_a_run() -> None:
 
 
 def test_the_arithmetic_of_a_step_that_begins_more_than_it_trains() -> None:
-    lines = batch_lines(recipe(algorithm={"oversample_prompts": 1.5, "oversample_samples": 1.25}))
+    begins_more = {"mode": "tail_batching", "oversample_prompts": 1.5, "oversample_samples": 1.25}
+    lines = batch_lines(recipe(schedule=begins_more).recipe)
     assert "started: 6 prompts x 10 samples a step; later steps train the longest" in lines
-    assert len(lines) == 1 + len(batch_lines(recipe(algorithm={"oversample_prompts": 1})))
+    assert len(lines) == 1 + len(batch_lines(recipe().recipe))
 
 
 def test_the_arithmetic_of_whole_minibatches() -> None:
-    assert "1 minibatch of 32 rows" in batch_lines(recipe())[0]
+    assert "1 minibatch of 32 rows" in batch_lines(recipe().recipe)[0]
 
 
 def test_a_warm_start_has_a_learning_rate_of_its_own_and_the_policys_optimiser() -> None:
     policy = {**SMALL["policy"], "lr": 1e-4, "beta2": 0.99, "weight_decay": 0.3, "max_grad_norm": 7.0}
-    first, second = phase_plans(recipe(policy=policy, warm_start={"steps": 5, "lr": 1e-2}))
+    first, second = recipe(policy=policy, warm_start={"steps": 5, "lr": 1e-2}).phases
     assert (first.train.lr, first.train.beta2, first.train.weight_decay) == (1e-2, 0.95, 0.3)
     assert (second.train.lr, second.train.beta2, second.train.max_grad_norm) == (1e-4, 0.99, 7.0)
     assert first.train.max_grad_norm == 7.0
 
 
-AHEAD = {"placement": {"backend": "inline"}}
+@pytest.mark.parametrize(
+    ("setting", "value"), [("on_stale", "drop"), ("syncs_per_step", 2), ("keep_cache", True)]
+)
+def test_a_setting_of_rows_that_meet_new_weights_is_refused_where_none_does(
+    setting: str, value: object
+) -> None:
+    same = {"placement": {"backend": "inline"}, "algorithm": {"minibatches": 2, "shuffle": False}}
+    schedule = {"mode": "ready_first", setting: value}
+    assert f"schedule.{setting} is " in str(refusal(schedule=schedule, **same))
+    assert f"set schedule.freshness = 1, or remove schedule.{setting}" in str(
+        refusal(schedule=schedule, **same)
+    )
+    recipe(schedule={**schedule, "freshness": 1}, **same)
 
 
 @pytest.mark.parametrize(
-    ("section", "setting", "value", "name"),
-    [
-        ("algorithm", "on_stale", "drop", 'algorithm.on_stale is "drop"'),
-        ("algorithm", "syncs_per_step", 2, "algorithm.syncs_per_step is 2"),
-        ("rollout", "keep_cache", True, "rollout.keep_cache is true"),
-    ],
+    "schedule", [{"mode": "ahead"}, {"mode": "ready_first"}, {"mode": "gathering", "gather_rows": 2}]
 )
-@pytest.mark.parametrize("freshness", [0, 1])
-def test_a_setting_of_rows_that_meet_new_weights_is_refused_where_none_does(
-    freshness: int, section: str, setting: str, value: object, name: str
-) -> None:
-    in_order: dict[str, dict[str, Any]] = {"algorithm": {"freshness": freshness, "minibatches": 2}, **AHEAD}
-    in_order[section] = {**SMALL[section], **in_order.get(section, {}), setting: value}
-    error = refusal(**in_order)
-    assert error.what.startswith(f"{name}, and algorithm.freshness is {freshness}")
-    assert ("algorithm.freshness = 1" in error.fix) is (freshness == 0)
-    assert 'algorithm.async_mode = "ready_first"' in error.fix and f"remove {name.split()[0]}" in error.fix
-    ready = {"freshness": 1, "async_mode": "ready_first", "shuffle": False}
-    recipe(**{**in_order, "algorithm": {**in_order["algorithm"], **ready}})
+def test_an_order_of_sampled_rows_needs_an_algorithm_that_samples(schedule: dict[str, object]) -> None:
+    data = {"policy": SMALL["policy"], "algorithm": {"name": "sft", "steps": 1}, "schedule": schedule}
+    with pytest.raises(ConfigError, match="and sft samples no rows"):
+        load_recipe(data)
 
 
 def test_ready_first_needs_a_sampler_on_its_own_ranks() -> None:
-    error = refusal(algorithm={"async_mode": "ready_first"}, placement={"pools": {"main": 1}})
-    assert error.what.startswith('algorithm.async_mode is "ready_first", and the sampler shares its ranks')
+    error = refusal(schedule={"mode": "ready_first"}, placement={"pools": {"main": 1}})
+    assert error.what.startswith('schedule.mode is "ready_first", and the sampler shares its ranks')

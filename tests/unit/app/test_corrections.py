@@ -9,8 +9,10 @@ import pytest
 
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.corrections import bound_notes, correction_notes
-from rillflow.app.recipe import Recipe, load_recipe
+from rillflow.app.bias_notes import correction_notes
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
+from rillflow.app.schedule_needs import bound_notes
 
 NEW = {"hidden": 16, "layers": 1, "heads": 2, "context": 16, "alphabet": "0123456789+-="}
 APART = {"backend": "inline", "pools": {"main": 1, "answers": 1}, "roles": {"sampler": "answers"}}
@@ -20,22 +22,23 @@ UNWEIGHTED = ["online_dpo", "best_of_n"]
 """Algorithms that sample and run ahead, but use no sampler probabilities."""
 
 
-def recipe(*settings: str, name: str = "grpo", freshness: int = 4) -> Recipe:
-    algorithm: dict[str, Any] = {"name": name, "steps": 1, "freshness": freshness}
+def recipe(*settings: str, name: str = "grpo", freshness: int = 4) -> Resolved:
+    algorithm: dict[str, Any] = {"name": name, "steps": 1}
     cost: dict[str, Any] = {"cost": {"function": "cost.py:cost"}} if name == "safe_rlhf" else {}
     sections: dict[str, Any] = {
         "rollout": {"max_tokens": 4},
         "policy": {"model": {"new": NEW}},
         "algorithm": algorithm,
+        "schedule": {"mode": "ahead", "freshness": freshness},
         "placement": APART,
         **cost,
     }
-    return load_recipe(sections, settings).recipe
+    return load_recipe(sections, settings)
 
 
-def correction(made: Recipe) -> str:
-    assert isinstance(made.algorithm, OnlineConfig)
-    return made.algorithm.loss.correction
+def correction(made: Resolved) -> str:
+    assert isinstance(made.recipe.algorithm, OnlineConfig)
+    return made.recipe.algorithm.loss.correction
 
 
 def test_every_algorithm_of_the_policy_loss_is_covered() -> None:
@@ -50,22 +53,22 @@ UNCLIPPED = ["gspo", "cispo"]
 def test_a_policy_loss_of_stale_rows_is_bounded_by_default(name: str) -> None:
     """Losses that clip token ratios clip those to the sampler; other losses get importance weights."""
     made = recipe(name=name)
-    assert isinstance(made.algorithm, OnlineConfig)
+    assert isinstance(made.recipe.algorithm, OnlineConfig)
     expected = ("tis", "trainer") if name in UNCLIPPED else ("none", "sampler")
-    assert (correction(made), made.algorithm.old_logprobs) == expected
-    fresh = recipe(name=name, freshness=0).algorithm
+    assert (correction(made), made.recipe.algorithm.old_logprobs) == expected
+    fresh = recipe(name=name, freshness=0).recipe.algorithm
     assert isinstance(fresh, OnlineConfig)
     assert (fresh.loss.correction, fresh.old_logprobs) == ("none", "trainer")
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_the_default_changes_one_setting(name: str) -> None:
-    chosen = recipe('algorithm.loss.correction="none"', name=name).model_dump()
+    chosen = recipe('algorithm.loss.correction="none"', name=name).recipe.model_dump()
     if name in UNCLIPPED:
         chosen["algorithm"]["loss"]["correction"] = "tis"
     else:
         chosen["algorithm"]["old_logprobs"] = "sampler"
-    assert recipe(name=name).model_dump() == chosen
+    assert recipe(name=name).recipe.model_dump() == chosen
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
@@ -76,7 +79,7 @@ def test_the_trainers_log_probabilities_bring_importance_weights(name: str) -> N
 @pytest.mark.parametrize("name", UNWEIGHTED)
 def test_a_loss_that_takes_no_correction_gets_none(name: str) -> None:
     made = recipe(name=name)
-    assert "correction" not in str(made.model_dump()["algorithm"])
+    assert "correction" not in str(made.recipe.model_dump()["algorithm"])
     assert correction_notes(made) == []
 
 
@@ -87,8 +90,8 @@ def test_a_correction_that_the_recipe_names_is_kept(chosen: str) -> None:
 
 def test_bounds_without_a_correction_are_those_of_the_default() -> None:
     made = recipe("algorithm.loss.correction_bounds=[0, 5]", "algorithm.old_logprobs=trainer")
-    assert isinstance(made.algorithm, OnlineConfig)
-    assert (made.algorithm.loss.correction, made.algorithm.loss.bounds) == ("tis", (0, 5))
+    assert isinstance(made.recipe.algorithm, OnlineConfig)
+    assert (made.recipe.algorithm.loss.correction, made.recipe.algorithm.loss.bounds) == ("tis", (0, 5))
 
 
 def test_the_samplers_own_log_probabilities_leave_nothing_to_correct() -> None:
@@ -107,7 +110,7 @@ def test_the_samplers_own_log_probabilities_leave_nothing_to_correct() -> None:
 )
 def test_what_weighs_stale_tokens_is_said_once(settings: Sequence[str], said: Sequence[str]) -> None:
     (note,) = correction_notes(recipe(*settings))
-    assert "algorithm.freshness is 4: tokens may be 4 versions old" in note
+    assert "schedule.freshness is 4: tokens may be 4 versions old" in note
     assert all(each in note for each in said), note
     assert correction_notes(recipe(*settings, freshness=0)) == []
 
@@ -123,8 +126,8 @@ def test_what_weighs_stale_tokens_is_said_once(settings: Sequence[str], said: Se
             7,
             [
                 "algorithm.steps=4",
-                "algorithm.async_mode=ready_first",
-                "algorithm.syncs_per_step=2",
+                "schedule.mode=ready_first",
+                "schedule.syncs_per_step=2",
                 "algorithm.minibatches=2",
                 "algorithm.shuffle=false",
             ],
@@ -139,6 +142,6 @@ def test_a_bound_that_no_token_can_reach_is_told(
     assert len(notes) == (0 if oldest is None else 1)
     if oldest is not None:
         assert (
-            f"algorithm.freshness is {freshness}, and no token of this phase can be more than {oldest}"
+            f"schedule.freshness is {freshness}, and no token of this phase can be more than {oldest}"
             in notes[0]
         )

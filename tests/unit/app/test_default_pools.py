@@ -6,29 +6,32 @@ from typing import Any
 
 import pytest
 
-from rillflow.app import doctor
-from rillflow.app.default_pools import pool_notes, pools_for, require_devices
-from rillflow.app.recipe import Recipe, load_recipe
+from rillflow.app import machine
+from rillflow.app.placement_needs import require_devices
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
+from rillflow.app.schedule_needs import pool_notes
+from rillflow.controller.schedules.pools import pools_for
 from rillflow.errors import ConfigError
 
 NEW = {"hidden": 16, "layers": 1, "heads": 2, "context": 16, "alphabet": "0123456789+-="}
-READY = "algorithm.async_mode=ready_first"
+READY = "schedule.mode=ready_first"
 APART = ("placement.pools={ train = 3, sample = 2 }", 'placement.roles={ sampler = "sample" }')
 
 
 @pytest.fixture(autouse=True)
 def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "cuda_devices", lambda: 8)
+    monkeypatch.setattr(machine, "cuda_devices", lambda: 8)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def recipe(*settings: str, name: str = "grpo") -> Recipe:
+def recipe(*settings: str, name: str = "grpo") -> Resolved:
     sections: dict[str, Any] = {
         "rollout": {"max_tokens": 4},
         "policy": {"model": {"new": NEW}},
         "algorithm": {"name": name, "steps": 9},
     }
-    return load_recipe(sections, settings).recipe
+    return load_recipe(sections, settings)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +49,8 @@ def test_functions_that_score_take_no_device() -> None:
 
 
 def test_a_bound_alone_gives_the_sampler_its_own_ranks() -> None:
-    made = recipe("algorithm.freshness=2")
-    assert made.placement.pools == {"main": 4, "answers": 4} and made.placement.samples_apart
+    made = recipe('schedule={mode="ahead",freshness=2}')
+    assert made.recipe.placement.pools == {"main": 4, "answers": 4} and made.recipe.placement.samples_apart
     (note,) = pool_notes(made)
     assert "placement.pools = {main = 4, answers = 4}" in note and "share 8 devices" in note
     assert "Set both to choose other pools" in note
@@ -55,8 +58,8 @@ def test_a_bound_alone_gives_the_sampler_its_own_ranks() -> None:
 
 @pytest.mark.parametrize("where", ["run.device=cpu", "placement.backend=inline", "placement.address=auto"])
 def test_devices_that_the_pools_cannot_have_are_not_counted(where: str) -> None:
-    made = recipe("algorithm.freshness=2", where)
-    assert made.placement.pools == {"main": 1, "answers": 1}
+    made = recipe('schedule={mode="ahead",freshness=2}', where)
+    assert made.recipe.placement.pools == {"main": 1, "answers": 1}
     assert "share" not in pool_notes(made)[0]
 
 
@@ -72,9 +75,9 @@ def test_devices_that_the_pools_cannot_have_are_not_counted(where: str) -> None:
 def test_ready_first_scores_by_functions_beside_the_trainer(
     settings: tuple[str, ...], scored: list[str]
 ) -> None:
-    made = recipe("algorithm.freshness=1", *settings)
-    assert [role for role, pool in made.placement.roles.items() if pool == "scores"] == scored
-    assert ("scores" in made.placement.pools) is bool(scored)
+    made = recipe('schedule={mode="ahead",freshness=1}', *settings)
+    assert [role for role, pool in made.recipe.placement.roles.items() if pool == "scores"] == scored
+    assert ("scores" in made.recipe.placement.pools) is bool(scored)
     notes = pool_notes(made)
     assert len(notes) == (2 if scored else 1)
     if scored:
@@ -85,38 +88,44 @@ def test_ready_first_scores_by_functions_beside_the_trainer(
 
 
 def test_named_pools_always_win() -> None:
-    made = recipe("algorithm.freshness=2", READY, *APART)
-    assert made.placement.pools == {"train": 3, "sample": 2} and made.placement.roles == {"sampler": "sample"}
+    made = recipe('schedule={mode="ahead",freshness=2}', READY, *APART)
+    assert made.recipe.placement.pools == {"train": 3, "sample": 2} and made.recipe.placement.roles == {
+        "sampler": "sample"
+    }
     assert pool_notes(made) == []
 
 
 @pytest.mark.parametrize("named", ["placement.pools={ main = 2 }", "placement.roles={}"])
 def test_named_ranks_that_take_turns_cannot_sample_ahead(named: str) -> None:
     with pytest.raises(ConfigError, match="the sampler shares its ranks with the policy"):
-        recipe("algorithm.freshness=1", named)
+        recipe('schedule={mode="ahead",freshness=1}', named)
 
 
 @pytest.mark.parametrize("name", ["grpo", "sft"])
 def test_without_a_bound_there_is_one_pool(name: str) -> None:
     made = recipe(name=name)
-    assert made.placement.pools == {"main": 1} and made.placement.roles == {} and pool_notes(made) == []
+    assert (
+        made.recipe.placement.pools == {"main": 1}
+        and made.recipe.placement.roles == {}
+        and pool_notes(made) == []
+    )
 
 
 def test_ranks_without_a_device_are_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    eight = recipe("algorithm.freshness=1", READY)
+    eight = recipe('schedule={mode="ahead",freshness=1}', READY)
     require_devices(eight)  # 4 + 4, and a pool of functions
-    monkeypatch.setattr(doctor, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(machine, "cuda_devices", lambda: 1)
     require_devices(recipe())
     with pytest.raises(
         ConfigError, match=r"answers, main have 2 ranks, and this machine has 1 CUDA device\n"
     ) as told:
-        require_devices(recipe("algorithm.freshness=1"))
-    assert "algorithm.freshness = 0" in told.value.fix
+        require_devices(recipe('schedule={mode="ahead",freshness=1}'))
+    assert 'schedule.mode = "in_order"' in told.value.fix
     with pytest.raises(
         ConfigError, match=r"answers, main have 8 ranks, and this machine has 1 CUDA device\n"
     ):
         require_devices(eight)
     for where in ("placement.backend=inline", "run.device=cpu", "placement.address=auto"):
-        require_devices(recipe("algorithm.freshness=1", where))
+        require_devices(recipe('schedule={mode="ahead",freshness=1}', where))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     require_devices(eight)

@@ -14,8 +14,9 @@ import pytest
 from rillflow.app.build import Build
 from rillflow.app.encoding import EncodedTask, longest_row
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.recipe import Recipe, load_recipe
-from rillflow.app.resume import resolved
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
+from rillflow.app.resume import run_config
 from rillflow.cli.main import main
 from rillflow.errors import RillflowError
 from rillflow.records.metrics import Mean
@@ -55,12 +56,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def recipe_of(folder: Path, *overrides: str) -> Recipe:
-    return load_recipe(folder / "run.toml", overrides).recipe
+def recipe_of(folder: Path, *overrides: str) -> Resolved:
+    return load_recipe(folder / "run.toml", overrides)
 
 
 def encoded(folder: Path, *overrides: str) -> EncodedTask:
-    found = RecipeFacts(recipe=recipe_of(folder, *overrides), base=folder).encoded
+    found = RecipeFacts(resolved=recipe_of(folder, *overrides)).encoded
     assert found is not None
     return found
 
@@ -146,9 +147,9 @@ def test_held_out_rows_are_measured_too(folder: Path) -> None:
 def test_rows_that_were_not_encoded_before_are_refused_once_the_model_is_made(folder: Path) -> None:
     write(folder, [*GOOD, LONG])
     recipe = recipe_of(folder)
-    facts = RecipeFacts(recipe=recipe, base=folder)
+    facts = RecipeFacts(resolved=recipe)
     with ExitStack() as stack:
-        run = stack.enter_context(RunDirectory.open(folder / "run", resolved(recipe, facts.task, folder)))
+        run = stack.enter_context(RunDirectory.open(folder / "run", run_config(recipe, facts.task)))
         with pytest.raises(RillflowError, match="1 of 5 prompts to train on do not fit into 24 tokens"):
             Build(facts, run, None, stack)
 

@@ -40,9 +40,19 @@ def test_graded_rewards_have_a_mean_with_its_interval_and_no_accuracy() -> None:
     rewards = [0.0, 6.0, 1.0, 0.5, 2.5]
     evaluation = found([*rewards, None])
     half = 2.776445105 * stdev(rewards) / math.sqrt(5)  # t of 4 degrees of freedom
-    assert evaluation.interval == pytest.approx((fmean(rewards) - half, fmean(rewards) + half))
+    assert fmean(rewards) - half < 0, "no reward is below 0, so the interval ends there"
+    assert evaluation.interval == pytest.approx((0.0, fmean(rewards) + half))
     assert (evaluation.correct, evaluation.is_accuracy, evaluation.mean_reward) == (None, False, 2.0)
     assert evaluation.text.startswith("held-out mean reward 2.000 [") and "accuracy" not in evaluation.text
+
+
+def test_the_interval_of_a_mean_reward_stays_in_the_range_of_the_rewards() -> None:
+    """Eight problems: 0.938 [0.790, 1.085] for a reward that is at most 1."""
+    evaluation = found([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5])
+    assert evaluation.interval is not None and evaluation.interval[1] == 1.0
+    assert evaluation.interval[0] == pytest.approx(0.790, abs=1e-3)
+    costs = found([-3.0, 0.0, 0.0, 0.0]).interval
+    assert costs is not None and costs[1] == 0.0 and costs[0] >= -3.0
 
 
 def test_what_counts_as_right_is_the_users_to_say() -> None:
@@ -90,4 +100,5 @@ def test_several_answers_to_a_prompt_are_no_trials_of_their_own() -> None:
     fields["rewards"] = torch.tensor([2.0, 4.0, 0.5, 0.5, 3.0, 0.0])
     graded = judged(rollouts, Batch(ids=rollouts.ids, fields=fields), success=None)
     middle, half = (3 + 0.5 + 3) / 3, 4.302652730 * stdev([3, 0.5, 3]) / math.sqrt(3)
-    assert graded.interval == pytest.approx((middle - half, middle + half)), "rewards may be of any range"
+    assert (middle - half, middle + half) == pytest.approx((-1.41888, 5.75221), abs=1e-4)
+    assert graded.interval == (0.5, 4.0), "the range of the rewards"

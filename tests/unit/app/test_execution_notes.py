@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.app.doctor import sandbox
 from rillflow.cli.main import main
-from rillflow.rewards.sandbox import SENTENCES, Level
+from rillflow.isolation.sandbox import SENTENCES, Level
 
 ROOT = Path(__file__).parents[3]
 RUNS_TEXT = "import subprocess\nSTART = subprocess.run\n"
@@ -62,11 +61,6 @@ def test_check_without_code_refuses_an_agent_that_runs_text_in_its_own_process(
     recipe = recipe_with_an_agent(tmp_path, "START = exec\nexec('1')\n")
     assert main(["check", str(recipe), "--no-code", "--dir", str(tmp_path / "run")]) == 2
     assert "executes text in its own process" in "".join(capsys.readouterr())
-
-
-def test_the_doctor_tries_no_stronger_level_than_its_limit() -> None:
-    (finding,) = sandbox(Level.SHARED_USER)
-    assert finding.what.startswith(f"{Level.SHARED_USER}: ")
 
 
 def test_check_names_the_decision_for_functions_that_need_no_sandbox(

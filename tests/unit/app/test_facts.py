@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def facts(folder: Path, *settings: str) -> RecipeFacts:
-    return RecipeFacts(recipe=load_recipe(folder / "run.toml", settings).recipe, base=folder)
+    return RecipeFacts(resolved=load_recipe(folder / "run.toml", settings))
 
 
 def test_a_fact_is_read_once(folder: Path) -> None:

@@ -15,8 +15,9 @@ from rillflow.app.memory import (
     rows_at_once,
 )
 from rillflow.app.model_files import ModelSizes, sizes_of_directory, sizes_of_new
-from rillflow.app.recipe import Recipe
-from rillflow.config.load import validate
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
+from rillflow.controller.schedules.tail_batching import TailBatches
 from rillflow.errors import ConfigError, ModelError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, save_model
@@ -89,13 +90,13 @@ def test_a_damaged_config_is_refused_by_name(tmp_path: Path, content: str) -> No
         sizes_of_directory(tmp_path)
 
 
-def recipe(**loss: float) -> Recipe:
+def recipe(**loss: float) -> Resolved:
     data = {
         "policy": {"model": {"new": NEW.model_dump()}},
         "rollout": {"max_tokens": 8, "max_rows": 10},
         "algorithm": {"name": "grpo", "steps": 1, "loss": loss},
     }
-    return validate(Recipe, data, "recipe")
+    return load_recipe(data)
 
 
 def test_the_parts_of_the_memory() -> None:
@@ -125,7 +126,7 @@ def test_a_7b_with_defaults_is_refused_and_the_settings_that_help_are_named() ->
         "rollout": {"max_tokens": 1024},
         "algorithm": {"name": "grpo", "steps": 1},
     }
-    chosen = validate(Recipe, data, "recipe")
+    chosen = load_recipe(data)
     cache = estimate(chosen, sizes, 1083).phases["answers"]["KV cache"]
     assert cache == 2 * 256 * 1088 * 28 * 512 * 4, "256 rows run at once, none longer than 1,083 tokens"
     with pytest.raises(ConfigError, match=r"this machine has 24.0 GiB") as caught:
@@ -153,7 +154,7 @@ def test_a_rank_s_optimiser_holds_masters_where_weights_are_narrow(dtype: str, n
         "algorithm": {"name": "grpo", "steps": 1},
         "placement": {"pools": {"main": 2}, "train_parallel": {"main": {"fsdp": 2}}},
     }
-    kept = estimate(validate(Recipe, data, "recipe"), sizes, 1).kept
+    kept = estimate(load_recipe(data), sizes, 1).kept
     assert kept["optimiser"] == 6 * 2**30 * 4 * numbers // 2
 
 
@@ -174,21 +175,17 @@ def test_a_rank_holds_its_own_experts_of_a_mixture() -> None:
         "algorithm": {"name": "grpo", "steps": 1},
         "placement": {"pools": {"main": 4}, "train_parallel": {"main": {"ep": 4}}},
     }
-    kept = estimate(validate(Recipe, data, "recipe"), sizes, 1).kept
+    kept = estimate(load_recipe(data), sizes, 1).kept
     assert kept == {"weights": 3 << 30, "optimiser": 6 << 30}
 
 
 def test_rows_that_never_run_take_no_memory() -> None:
     """A step has 64 x 8 rows and an evaluation 500; fixed shapes hold every slot."""
-    many = recipe().rollout.model_copy(update={"max_rows": 10**9})
-    some = recipe().model_copy(update={"rollout": many})
-    assert rows_at_once(some) == 512
-    more = some.algorithm.model_copy(update={"oversample_prompts": 1.25})
-    assert rows_at_once(some.model_copy(update={"algorithm": more})) == 640
-    small = some.model_copy(update={"algorithm": some.algorithm.model_copy(update={"prompts_per_step": 4})})
-    assert rows_at_once(small) == 500
-    fixed = many.model_copy(update={"deterministic": True})
-    assert rows_at_once(some.model_copy(update={"rollout": fixed})) == 10**9
+    some = recipe().changed({"rollout.max_rows": 10**9})
+    assert rows_at_once(some.recipe) == 512
+    assert rows_at_once(some.changed({"schedule": TailBatches(oversample_prompts=1.25)}).recipe) == 640
+    assert rows_at_once(some.changed({"algorithm.prompts_per_step": 4}).recipe) == 500
+    assert rows_at_once(some.changed({"rollout.deterministic": True}).recipe) == 10**9
 
 
 def test_a_reference_is_a_second_model() -> None:
@@ -210,6 +207,5 @@ def test_a_quantised_base_counts_the_bytes_of_its_numbers(tmp_path: Path, kept: 
         held = sum(each.nbytes for name, each in model.named_parameters() if "_adapter" not in name)
         scales = sum(each.nbytes for name, each in model.named_parameters() if name.endswith(".scale"))
         scales *= kept == "int8"  # one number per row is not counted
-        chosen = recipe().policy.model_copy(update={"model": config})
-        of_base = recipe().model_copy(update={"policy": chosen})
+        of_base = recipe().changed({"policy.model": config})
         assert estimate(of_base, sizes, 20).kept["weights"] == held - scales < sizes.parameters * item

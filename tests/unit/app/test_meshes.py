@@ -9,21 +9,25 @@ import pytest
 from rillflow.app.memory import estimate, memory_lines
 from rillflow.app.meshes import require_near
 from rillflow.app.model_files import sizes_of_new
-from rillflow.app.recipe import Recipe
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
 from rillflow.app.roles import pools_of
-from rillflow.config.load import validate
 from rillflow.errors import ClusterError, ConfigError
 from rillflow.placement.mesh import Mesh
-from rillflow.workers.config import MeshSizes
+from rillflow.workers.config import MeshSizes, PlacementConfig
 
 NEW = {"hidden": 64, "heads": 8, "kv_heads": 4, "layers": 4, "context": 64}
 
 
-def recipe(**placement: Any) -> Recipe:
+def recipe(**placement: Any) -> Resolved:
     return recipe_on("auto", **placement)
 
 
-def recipe_on(device: str, **placement: Any) -> Recipe:
+def placed(**placement: Any) -> PlacementConfig:
+    return recipe(**placement).recipe.placement
+
+
+def recipe_on(device: str, **placement: Any) -> Resolved:
     data = {
         "run": {"device": device},
         "policy": {"model": {"new": NEW}},
@@ -31,59 +35,57 @@ def recipe_on(device: str, **placement: Any) -> Recipe:
         "algorithm": {"name": "ppo", "steps": 3, "prompts_per_step": 4, "loss": {"kl": 0.01}},
         "placement": placement,
     }
-    return validate(Recipe, data, "recipe")
+    return load_recipe(data)
 
 
 def test_dp_is_what_is_left() -> None:
-    placement = recipe(pools={"main": 8}, train_parallel={"main": {"pp": 2, "tp": 2}}).placement
+    placement = placed(pools={"main": 8}, train_parallel={"main": {"pp": 2, "tp": 2}})
     assert placement.mesh_of("policy") == MeshSizes(dp=2, pp=2, tp=2)
-    assert recipe(pools={"main": 8}).placement.mesh_of("critic") == MeshSizes(dp=8)
+    assert placed(pools={"main": 8}).mesh_of("critic") == MeshSizes(dp=8)
 
 
 def test_fsdp_cuts_parameters_too() -> None:
-    mesh = recipe(pools={"main": 4}, train_parallel={"main": {"fsdp": 2, "tp": 2}}).placement.mesh_of(
-        "policy"
-    )
+    mesh = placed(pools={"main": 4}, train_parallel={"main": {"fsdp": 2, "tp": 2}}).mesh_of("policy")
     assert mesh == MeshSizes(dp=2, tp=2, fsdp=2) and not mesh.is_plain
     assert str(mesh) == "fsdp 2 x pp 1 x tp 2"
 
 
 def test_fsdp_inside_dp_cuts_one_copy_over_some_ranks() -> None:
-    placement = recipe(pools={"main": 8}, train_parallel={"main": {"dp": 2, "fsdp": 2, "tp": 2}}).placement
+    placement = placed(pools={"main": 8}, train_parallel={"main": {"dp": 2, "fsdp": 2, "tp": 2}})
     mesh = placement.mesh_of("policy")
     assert mesh == MeshSizes(dp=4, fsdp=2, tp=2) and mesh.ranks == 8
     assert str(mesh) == "dp 2 x fsdp 2 x pp 1 x tp 2"
-    left_out = recipe(pools={"main": 8}, train_parallel={"main": {"fsdp": 2, "tp": 2}}).placement
+    left_out = placed(pools={"main": 8}, train_parallel={"main": {"fsdp": 2, "tp": 2}})
     assert left_out.mesh_of("policy") == mesh
 
 
 def test_ep_shares_out_experts_over_ranks_of_dp() -> None:
-    placement = recipe(pools={"main": 8}, train_parallel={"main": {"dp": 2, "ep": 4}}).placement
+    placement = placed(pools={"main": 8}, train_parallel={"main": {"dp": 2, "ep": 4}})
     mesh = placement.mesh_of("policy")
     assert mesh == MeshSizes(dp=8, ep=4) and mesh.is_sharded and not mesh.is_plain
     assert str(mesh) == "dp 2 x ep 4 x pp 1 x tp 1"
 
 
 def test_every_pool_has_a_mesh_of_its_own() -> None:
-    placement = recipe(
+    placement = placed(
         pools={"main": 4, "side": 2},
         roles={"critic": "side"},
         train_parallel={"main": {"tp": 2}, "side": {"pp": 2}},
-    ).placement
+    )
     assert placement.mesh_of("policy") == MeshSizes(dp=2, tp=2)
     assert placement.mesh_of("critic") == MeshSizes(pp=2)
 
 
 def test_a_role_may_have_a_mesh_of_its_own_in_its_pool() -> None:
-    placement = recipe(pools={"main": 4}, train_parallel={"main": {"tp": 2}, "critic": {"fsdp": 4}}).placement
+    placement = placed(pools={"main": 4}, train_parallel={"main": {"tp": 2}, "critic": {"fsdp": 4}})
     assert placement.mesh_of("policy") == placement.mesh_of("reference") == MeshSizes(dp=2, tp=2)
     assert placement.mesh_of("critic") == MeshSizes(dp=4, fsdp=4)
 
 
 def test_a_pool_called_as_a_role_is_the_pool() -> None:
-    placement = recipe(
+    placement = placed(
         pools={"critic": 4, "main": 2}, roles={"critic": "main"}, train_parallel={"critic": {"tp": 2}}
-    ).placement
+    )
     assert placement.mesh_of("policy") == MeshSizes(dp=2, tp=2)
     assert placement.mesh_of("critic") == MeshSizes(dp=2)
 
@@ -160,7 +162,7 @@ def test_what_cannot_be_is_refused(placement: dict[str, Any], what: str, why: st
 
 def test_bytes_of_a_rank_by_phase() -> None:
     asked = recipe(pools={"main": 8}, train_parallel={"main": {"pp": 2, "tp": 2}}, rollout_parallel={"tp": 2})
-    sizes = sizes_of_new(asked.policy.model.new)  # type: ignore[arg-type]
+    sizes = sizes_of_new(asked.recipe.policy.model.new)  # type: ignore[arg-type]
     whole, rank = estimate(recipe(pools={"main": 8}), sizes, longest=64), estimate(asked, sizes, longest=64)
     weights = whole.kept["weights"]
     assert rank.kept["weights"] == rank.phases["trains"]["gradients"] == weights // 4
@@ -200,8 +202,8 @@ def test_a_pool_takes_devices_where_a_model_is_and_not_for_python_that_scores() 
 def test_a_device_by_its_number_is_for_one_process() -> None:
     with pytest.raises(ConfigError, match=r"run\.device is cuda:1, and the pools have 2 ranks on Ray"):
         recipe_on("cuda:1", pools={"main": 2})
-    assert recipe_on("cuda", pools={"main": 2}).run.device == "cuda"
-    assert recipe_on("cuda:1", pools={"main": 1}).run.device == "cuda:1"
+    assert recipe_on("cuda", pools={"main": 2}).recipe.run.device == "cuda"
+    assert recipe_on("cuda:1", pools={"main": 1}).recipe.run.device == "cuda:1"
 
 
 @pytest.mark.parametrize(
@@ -225,15 +227,15 @@ def test_replicas_that_need_no_collectives_are_worlds_of_their_own(
     assert {pool.name: pool.world for pool in made} == worlds
 
 
-@pytest.mark.parametrize("mode", ["in_order", "ready_first"])
+@pytest.mark.parametrize("mode", ["ahead", "ready_first"])
 @pytest.mark.parametrize(
     ("scorer", "parallel", "worlds"),
     [
-        ({"model": "some/model"}, {}, {"in_order": 1, "ready_first": 1}),
-        ({"model": "some/model"}, {"tp": 2}, {"in_order": 2, "ready_first": 2}),
-        ({"judge": {"model": "some/model"}}, {}, {"in_order": 0, "ready_first": 1}),
-        ({"judge": {"model": "some/model"}}, {"tp": 2}, {"in_order": 0, "ready_first": 2}),
-        ({"judge": {"model": "some/model"}}, {"fsdp": 2}, {"in_order": 0, "ready_first": 2}),
+        ({"model": "some/model"}, {}, {"ahead": 1, "ready_first": 1}),
+        ({"model": "some/model"}, {"tp": 2}, {"ahead": 2, "ready_first": 2}),
+        ({"judge": {"model": "some/model"}}, {}, {"ahead": 0, "ready_first": 1}),
+        ({"judge": {"model": "some/model"}}, {"tp": 2}, {"ahead": 0, "ready_first": 2}),
+        ({"judge": {"model": "some/model"}}, {"fsdp": 2}, {"ahead": 0, "ready_first": 2}),
     ],
 )
 def test_a_replica_of_a_model_that_scores_is_a_world(
@@ -241,8 +243,10 @@ def test_a_replica_of_a_model_that_scores_is_a_world(
 ) -> None:
     """In order, the ranks of a judge share its work, so they are one world."""
     pools = {"main": 1, "answers": 1, "scorers": 4}
-    data = recipe(backend="ray", pools=pools, roles={"sampler": "answers", "reward": "scorers"}).model_dump()
+    data = recipe(
+        backend="ray", pools=pools, roles={"sampler": "answers", "reward": "scorers"}
+    ).recipe.model_dump()
     data["reward"] |= scorer
-    data["algorithm"] |= {"async_mode": mode, "freshness": 1}
+    data["schedule"] = {"mode": mode, "freshness": 1}
     data["placement"]["train_parallel"] = {"scorers": parallel} if parallel else {}
-    assert pools_of(validate(Recipe, data, "recipe"))[2].world == worlds[mode]
+    assert pools_of(load_recipe(data))[2].world == worlds[mode]

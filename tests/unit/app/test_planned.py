@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.app import planned
 from rillflow.app.planned import is_placed_by, keep_plan, require_for, settings_of
-from rillflow.app.recipe import LoadedRecipe, load_recipe
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resolved import Resolved
 from rillflow.config.load import parse_override
 from rillflow.errors import ConfigError, PlanError
 from rillflow.placement.grid import Grid
@@ -57,7 +58,7 @@ def plan_of(pools: tuple[str, ...], grids: tuple[Grid, ...], **changes: object) 
     return replace(Plan(name="ppo", pools=placed, units=units), **changes)
 
 
-def loaded(recipe: Path, plan: Plan, *more: str) -> LoadedRecipe:
+def loaded(recipe: Path, plan: Plan, *more: str) -> Resolved:
     return load_recipe(recipe, [*settings_of(plan, more), *more])
 
 
@@ -163,7 +164,7 @@ def test_a_sampler_of_its_own_is_launched_as_it_was_planned(recipe: Path) -> Non
     assert not is_placed_by(apart, loaded(recipe, plan).recipe.placement)
     ahead = loaded(recipe, replace(apart, freshness=2))
     require_for(replace(apart, freshness=2), ahead)
-    assert ahead.recipe.algorithm.freshness == 2
+    assert ahead.recipe.schedule.lag == 2
 
 
 def with_experts(plan: Plan) -> Plan:
@@ -184,10 +185,11 @@ def test_fused_updates_and_gathered_rows_become_settings() -> None:
     plan = plan_of(("main",) * 3, (Grid(pp=4),) * 3, fused=("policy", "critic"))
     plan = replace(plan, gather_rows=40, gather_replicas=2, gather_by="tokens")
     said = settings_of(plan, [])
-    assert said[:3] == ["rollout.gather_rows=40", "rollout.gather_replicas=2", 'rollout.gather_by="tokens"']
+    assert said[:2] == ['schedule.mode="gathering"', "schedule.gather_rows=40"]
+    assert said[2:4] == ["schedule.gather_replicas=2", 'schedule.gather_by="tokens"']
     assert said[-1] == 'placement.fused=["policy", "critic"]'
     assert parse_override(said[-1]).value == ["policy", "critic"]
-    for text in ("placement.fused=[]", "rollout.gather_rows=0"):
+    for text in ("placement.fused=[]", "schedule.gather_rows=0"):
         with pytest.raises(ConfigError, match="cannot be combined with --plan"):
             settings_of(plan, [text])
     plain = plan_of(("main",) * 3, (Grid(pp=4),) * 3)
@@ -196,11 +198,11 @@ def test_fused_updates_and_gathered_rows_become_settings() -> None:
 
 def test_a_plan_begins_more_than_it_trains(recipe: Path) -> None:
     plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3, oversample_prompts=1.25, oversample_samples=1.5)
-    config = loaded(recipe, plan).recipe.algorithm
-    assert isinstance(config, OnlineConfig) and config.begun == (80, 12)
+    made = loaded(recipe, plan).recipe
+    assert isinstance(made.algorithm, OnlineConfig) and made.schedule.begun(made.algorithm) == (80, 12)
     require_for(plan, loaded(recipe, plan))
     with pytest.raises(ConfigError, match=r"oversample_prompts=2 cannot be combined with --plan"):
-        settings_of(plan, ["algorithm.oversample_prompts=2"])
+        settings_of(plan, ["schedule.oversample_prompts=2"])
 
 
 @pytest.mark.parametrize(

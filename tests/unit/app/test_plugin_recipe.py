@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from pydantic import Field
@@ -38,7 +38,9 @@ class CountingRecipe(Section):
 class LoadedCounting(PluginRecipe):
     """Adds 1 in every step; its checkpoint is the sum."""
 
-    may_change: ClassVar[tuple[str, ...]] = ("steps", "run")
+    @property
+    def may_change(self) -> tuple[str, ...]:
+        return ("steps", "run")
 
     @property
     def phase(self) -> str:

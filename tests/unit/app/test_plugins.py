@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rillflow.app.plugins import SHIPPED, commands, install_line, installed, missing, predict_steps, training
+from rillflow.app.plugins import PARTS, SHIPPED, commands, discovered, installed, missing, service
 from rillflow.app.recipe import load_recipe, open_recipe
 from rillflow.cli.main import COMMANDS, main
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, install_package, install_plugin
+from tests.unit.app.conftest import Install
 
 GREETING = """
 from rillflow.app.plugins import Command, Plugin
@@ -26,28 +28,6 @@ def arguments(parser):
 
 PLUGIN = Plugin(commands={"COMMAND": Command(help="greet somebody", run=greet, add_arguments=arguments)})
 """
-Install = Callable[..., None]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Return a function that installs a distribution as pip does, with a module unless the text is None."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def put(name: str, text: str | None) -> None:
-        module = f"plugin_of_test_{name}"
-        if text is not None:
-            (tmp_path / f"{module}.py").write_text(text)
-        metadata = tmp_path / f"{module}-1.0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[rillflow.plugins]\n{name} = {module}:PLUGIN\n")
-        installed.cache_clear()
-
-    yield put
-    installed.cache_clear()
-    for name in [name for name in sys.modules if name.startswith("plugin_of_test_")]:
-        del sys.modules[name]
 
 
 def test_a_command_of_an_installed_plugin_runs(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,19 +49,35 @@ def test_a_plugin_whose_folder_is_gone_is_not_installed(install: Install) -> Non
         ("from rillflow.app.plugins import NoSuchName", ("cannot be loaded", "NoSuchName")),
         ("", ("cannot be loaded", "no attribute 'PLUGIN'")),
         ("PLUGIN = 3", ("is not a Plugin", "its type is int")),
+        ("1 / 0", ("cannot be loaded", "ZeroDivisionError", "plugin_of_test_broken.py:1")),
+        ("raise SystemExit(3)", ("cannot be loaded", "SystemExit: 3")),
     ],
 )
 def test_a_broken_plugin_ends_a_command_of_plugins_with_2_and_no_other(
     install: Install, capsys: pytest.CaptureFixture[str], text: str, words: tuple[str, ...]
 ) -> None:
     install("broken", text)
-    with pytest.raises(ConfigError, match="the plugin broken"):
-        installed()
-    assert main(["verify", "no_such_run"]) == 2
+    assert "broken" not in installed() and "the plugin broken" in str(discovered().broken["broken"])
+    assert main(["report", "no_such_run"]) == 2
     assert "broken" not in capsys.readouterr().err, "the package's own commands load no plugin"
     assert main(["greet", "Ada"]) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in (*words, "the plugin broken", "fix: ")) and "Traceback" not in said
+
+
+def test_a_broken_plugin_is_installed_again_from_where_it_came(install: Install) -> None:
+    install("broken", "import no_such_dependency")
+    fix = discovered().broken["broken"].fix
+    assert fix.endswith("pip uninstall plugin_of_test_broken"), "no plugin of this project"
+
+
+def test_a_broken_plugin_of_this_project_is_installed_again_from_the_clone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = EntryPoint(name="merging", value="rillflow.app.plugins:NO_SUCH_NAME", group="rillflow.plugins")
+    monkeypatch.setattr("rillflow.app.plugins.entry_points", lambda **_: [point])
+    discovered.cache_clear()
+    assert discovered().broken["merging"].fix == f"install it again: {install_plugin('merging')}"
 
 
 @pytest.mark.parametrize("name", ["run", "greet"])
@@ -97,41 +93,43 @@ def test_two_commands_of_one_name_are_refused(
 def test_the_error_of_a_missing_plugin_names_the_line_that_installs_it() -> None:
     said = str(missing("--cluster", "planner"))
     assert "--cluster needs the plugin planner" in said and "it is not installed" in said
-    assert install_line("planner") in said and "pip install ./plugins/planner" in said
+    assert f"fix: {install_plugin('planner')}" in said
 
 
 def test_the_command_of_a_missing_plugin_exits_with_2(
     without_plugins: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert predict_steps() is None
-    names = [name for of_plugin in SHIPPED.values() for name in of_plugin]
+    names = [name for brought in (*PARTS.values(), *SHIPPED.values()) for name in brought]
     assert list(commands(taken=COMMANDS)) == names
     for name in names:
         for words in ([], ["--model", "a"], ["run.toml", "--cluster", "b", "--debug"], ["--", "-x"]):
             assert main([name, *words]) == 2
-            assert f"rillflow {name} needs the plugin" in capsys.readouterr().err
+            assert f"rillflow {name} needs the p" in capsys.readouterr().err
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
-        assert ended.value.code == 0 and "not installed" in capsys.readouterr().out
+        assert ended.value.code == 0 and "not installed" in " ".join(capsys.readouterr().out.split())
 
 
-def test_serve_train_without_the_plugin_exits_with_2(
-    without_plugins: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ConfigError, match="needs the plugin training_service"):
-        training("rillflow serve --train")
-    assert main(["serve", "model", "--train"]) == 2
-    said = capsys.readouterr().err
-    assert "rillflow serve --train needs the plugin" in said and install_line("training_service") in said
+def test_the_error_of_a_missing_part_installs_the_package_again() -> None:
+    said = str(missing("rillflow watch", "watch"))
+    assert "rillflow watch needs the part watch" in said and f"fix: {install_package()}" in said
+
+
+def test_the_service_of_a_missing_plugin_names_the_line_that_installs_it(without_plugins: None) -> None:
+    with pytest.raises(
+        ConfigError, match="rillflow serve --train needs the plugin training_service"
+    ) as caught:
+        service("training", "rillflow serve --train")
+    assert caught.value.fix == install_plugin("training_service")
 
 
 @pytest.fixture
 def without_plugins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Find no distribution: the path has no metadata."""
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    installed.cache_clear()
+    discovered.cache_clear()
     yield
-    installed.cache_clear()
+    discovered.cache_clear()
 
 
 KIND = """
@@ -166,5 +164,5 @@ def test_the_kind_of_a_missing_plugin_is_an_error_with_the_line_that_installs_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rillflow.app.plugins.installed", dict)
-    with pytest.raises(ConfigError, match=r"pip install 'rillflow\[classic\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_plugin("classic"))):
         open_recipe({"kind": "classic"})

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rillflow.algorithms.config import OnlineConfig
-from rillflow.app.recipe import Recipe, load_recipe
-from rillflow.app.role_table import model_roles
+from rillflow.app.recipe import load_recipe
+from rillflow.app.sections import recipe_class
 from rillflow.config.load import validate
 from rillflow.errors import ConfigError
 
@@ -48,7 +48,7 @@ def test_a_small_recipe_is_defaults_but_for_what_it_says(small: Path) -> None:
     assert loaded.recipe.warm_start is None
     assert isinstance(loaded.recipe.algorithm, OnlineConfig)
     assert loaded.recipe.algorithm.samples_per_prompt == 8
-    assert loaded.recipe.total_steps == 3
+    assert loaded.total_steps == 3
     assert loaded.base == small.parent
 
 
@@ -68,7 +68,7 @@ def test_settings_know_where_they_came_from(small: Path) -> None:
 
 
 def test_an_override_can_add_and_remove_a_section(small: Path) -> None:
-    assert load_recipe(small, ["warm_start.steps=2"]).recipe.total_steps == 5
+    assert load_recipe(small, ["warm_start.steps=2"]).total_steps == 5
     assert load_recipe(small, ["warm_start.steps=2", "warm_start=none"]).recipe.warm_start is None
 
 
@@ -79,7 +79,7 @@ def test_another_model_replaces_a_new_one(small: Path) -> None:
 
 def test_the_resolved_recipe_comes_back_from_its_json(small: Path) -> None:
     recipe = load_recipe(small, ['rollout.stop=["="]', "warm_start.steps=2"]).recipe
-    assert validate(Recipe, json.loads(recipe.model_dump_json()), "its JSON") == recipe
+    assert validate(recipe_class(), json.loads(recipe.model_dump_json()), "its JSON") == recipe
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_an_empty_recipe_is_told_what_it_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("role", ["reward", "cost"])
 def test_a_role_that_scores_is_a_model_if_its_section_names_one(small: Path, role: str) -> None:
     algorithm = ["algorithm.name=safe_rlhf", "cost.function=cost.py:cost", "reward.function=reward.py:score"]
-    functions = load_recipe(small, algorithm).recipe
-    named = load_recipe(small, [*algorithm, f"{role}.function=none", f"{role}.model=scorer"]).recipe
-    assert role in functions.roles
-    assert {*model_roles(named, named.roles)} - {*model_roles(functions, functions.roles)} == {role}
+    functions = load_recipe(small, algorithm)
+    named = load_recipe(small, [*algorithm, f"{role}.function=none", f"{role}.model=scorer"])
+    assert role in functions.called
+    assert {*named.models()} - {*functions.models()} == {role}

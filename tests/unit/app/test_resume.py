@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.app.recipe import LoadedRecipe, load_recipe
-from rillflow.app.resume import keep_data, keep_sources, recipe_of, require_same_rows, resolved
+from rillflow.app.recipe import load_recipe
+from rillflow.app.recorded_recipe import recipe_of
+from rillflow.app.resolved import Resolved
+from rillflow.app.resume import keep_data, keep_sources, require_same_rows, run_config
 from rillflow.errors import DataError
+from rillflow.runs import layout
 from rillflow.runs.run_data import load
 from rillflow.runs.run_directory import RunDirectory
 from rillflow.tasks.kinds import PROMPTS
@@ -35,7 +38,7 @@ REWARD = "def exact(prompts, completions, **_):\n    return [0.0 for _ in comple
 ROWS = [f"{number}+1=" for number in range(10)]
 
 
-def loaded(folder: Path, held_out_source: str = "") -> LoadedRecipe:
+def loaded(folder: Path, held_out_source: str = "") -> Resolved:
     (folder / "run.toml").write_text(RECIPE.format(held_out_source=held_out_source))
     (folder / "reward.py").write_text(REWARD)
     return load_recipe(folder / "run.toml", ())
@@ -45,7 +48,7 @@ def written(folder: Path, name: str, prompts: list[str]) -> None:
     (folder / name).write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in prompts))
 
 
-def opened(folder: Path, recipe: LoadedRecipe) -> Task:
+def opened(folder: Path, recipe: Resolved) -> Task:
     return open_task(recipe.recipe.task, PROMPTS, base=folder, seed=0)
 
 
@@ -87,9 +90,10 @@ def test_a_changed_row_of_a_held_out_file_is_named(tmp_path: Path) -> None:
 def test_a_run_directory_gives_its_recipe_back_with_the_folder_of_the_recipe(tmp_path: Path) -> None:
     written(tmp_path, "prompts.jsonl", ROWS)
     recipe, run = loaded(tmp_path), tmp_path / "run"
-    config = resolved(recipe.recipe, opened(tmp_path, recipe), tmp_path)
+    config = run_config(recipe, opened(tmp_path, recipe))
     with RunDirectory.open(run, config) as directory:
         directory.log_start({"base": str(tmp_path)})
     found = recipe_of(load(run))
     assert found.recipe == recipe.recipe
-    assert (found.path, found.base, found.named) == (run, tmp_path, [])
+    assert (found.path, found.base) == (run, tmp_path)
+    assert {*found.given.values()} == {layout.CONFIG} and not found.is_open("policy.lr")

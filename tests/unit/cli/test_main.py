@@ -131,23 +131,6 @@ def test_debug_shows_the_traceback_of_an_expected_error(
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["ask", "report"])
-def test_a_path_that_is_no_run_ends_with_2(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [command, str(tmp_path / "nowhere"), *(["hello"] if command == "ask" else [])]
-    assert main(arguments) == 2
-    assert "nowhere" in capsys.readouterr().err
-
-
-def test_doctor_says_ok(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["doctor"]) == 0
-    assert "ok    torch" in capsys.readouterr().out
-
-
 def test_output_may_be_cut_off(recipe: str) -> None:
     """``rillflow check recipe | head -1`` leaves no traceback."""
     command = f'"{sys.executable}" -m rillflow.cli.main check "{recipe}" | head -c 1'
@@ -178,13 +161,13 @@ def test_a_signal_ends_a_command_unless_the_process_ignores_it(
         signal.raise_signal(number)
         return 0
 
-    monkeypatch.setitem(COMMANDS, "doctor", replace(COMMANDS["doctor"], run=signalled))
+    monkeypatch.setitem(COMMANDS, "check", replace(COMMANDS["check"], run=signalled))
     before = signal.signal(number, signal.SIG_DFL)
     try:
-        assert main(["doctor"]) == 128 + number
+        assert main(["check", "run.toml"]) == 128 + number
         assert signal.getsignal(number) is signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN)
-        assert main(["doctor"]) == 0
+        assert main(["check", "run.toml"]) == 0
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)

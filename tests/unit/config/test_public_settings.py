@@ -1,4 +1,4 @@
-"""Types, defaults and bounds of all settings that users and other engines write match the committed files.
+"""Types, defaults and bounds of all settings that users write match the committed file.
 
 A change of a default changes users' runs. After an intended change, write the files anew:
 
@@ -17,12 +17,10 @@ from pydantic import BaseModel
 
 import rillflow
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.recipe import Recipe
-from rillflow.serving.openai_protocol import ChatRequest, CompletionRequest
+from rillflow.app.sections import recipe_class
 
 KINDS: dict[str, tuple[type[BaseModel], ...]] = {
-    "recipe": (Recipe, *(ALGORITHMS[name].config for name in sorted(ALGORITHMS))),
-    "door": (ChatRequest, CompletionRequest),
+    "recipe": (recipe_class(), *(ALGORITHMS[name].config for name in sorted(ALGORITHMS))),
 }
 """Settings of each file, by its readers."""
 HERE = Path(__file__).parent

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rillflow.errors import ModelError
 from rillflow.models.bare import END, BareTokenizer, bare_tokenizer, character_tokenizer
-from rillflow.models.tokenizer import Chat, Tokenizer, load_tokenizer
+from rillflow.models.load_tokenizer import load_tokenizer
+from rillflow.models.tokenizer import Chat, Tokenizer
 
 TEXTS = ["the cat", " sat  on\nthe mat", "", "日本 é 🙂", "</s>", "a<|user|>b</s>", "<s><s>twice", "x" * 300]
 Make = Callable[..., PreTrainedTokenizerFast]

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from rillflow.errors import ModelError
 from rillflow.models.bare import character_tokenizer
-from rillflow.models.tokenizer import Chat, Tokenizer, load_tokenizer
+from rillflow.models.load_tokenizer import load_tokenizer
+from rillflow.models.tokenizer import Chat, Tokenizer
 
 Make = Callable[..., PreTrainedTokenizerFast]
 HELLO = "hello world"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rillflow.errors import ModelError
+from rillflow.errors import ModelError, install_package
 from rillflow.models import nf4
 from rillflow.models import quantised as module_of
 from rillflow.models.adapters import adapted, merge, restore, trained_beside
@@ -261,5 +262,5 @@ def test_a_layer_without_whole_blocks_is_refused_by_name(tmp_path: Path) -> None
 
 def test_a_missing_library_is_named_with_its_extra(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nf4, "find_spec", lambda _: None)
-    with pytest.raises(ModelError, match=r"pip install 'rillflow\[quant\]'"):
+    with pytest.raises(ModelError, match=re.escape(install_package("quant"))):
         load(rank=4, base="4bit")

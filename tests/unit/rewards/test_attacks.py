@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
 from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "services"))
 import attacks
 from attacks import ATTACKS, Target, attack
 

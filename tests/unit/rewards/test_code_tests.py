@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rillflow.errors import RewardError
+from rillflow.errors import RewardError, install_package
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.built_in.code_tests import code_tests, num_exposed, program_of
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -90,7 +90,7 @@ def test_without_its_package_a_built_in_function_names_the_command(monkeypatch: 
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(RewardError, match="math_verify is not installed") as caught:
         parse_function("math-verify", Path())
-    assert caught.value.fix == "pip install 'rillflow[math]'"
+    assert caught.value.fix == install_package("math")
 
 
 EVERYTHING = (

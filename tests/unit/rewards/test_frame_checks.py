@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rillflow.errors import RewardError
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.cells import CELL_BYTES
 from rillflow.rewards.child import CALL_BYTES, ROW_BYTES, Answer, Child, State
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]

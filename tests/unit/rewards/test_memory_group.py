@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.isolation.sandbox import MemoryGroup
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.sandbox import MemoryGroup
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "services"))
 import attacks
 from attacks import PAIRS, TWO_WAYS, attack_second
 

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from rillflow.errors import RewardError
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]
@@ -132,7 +132,7 @@ import sys
 from pathlib import Path
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.sandbox import Level
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 function = parse_function("rewards.py:reward", Path(sys.argv[1]))

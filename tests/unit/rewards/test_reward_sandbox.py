@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RewardError
+from rillflow.isolation.kernel import NETWORK, USERS, ask
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.cells import fork
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.kernel import NETWORK, USERS, ask
 from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.source import shipped
 from rillflow.rewards.supervisor import _open_door
 from rillflow.rewards.workers import RewardWorkers
@@ -176,6 +176,19 @@ def test_nothing_of_the_recipes_folder_is_visible_but_the_function_and_its_impor
     )
     with RewardWorkers(function, RewardConfig(sandbox=True)) as workers:
         assert [score.value for score in workers.score(["p"], ["c"], {})] == [1.0]
+
+
+def test_a_package_of_pythonpath_is_installed_in_the_sandbox_too(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An isolated interpreter ignores PYTHONPATH and the user's own packages."""
+    folder = tmp_path / "elsewhere" / "site-packages"
+    (folder / "theirs").mkdir(parents=True)
+    (folder / "theirs" / "__init__.py").write_text("TWO = 2\n")
+    monkeypatch.syspath_prepend(str(folder))
+    function = write("import theirs\ndef reward(completions):\n    return [float(theirs.TWO)]\n")
+    with RewardWorkers(function, RewardConfig(sandbox=True)) as workers:
+        assert [score.value for score in workers.score(["p"], ["c"], {})] == [2.0]
 
 
 def test_the_room_for_files_ends(write: Write) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards import child
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 CODE = """

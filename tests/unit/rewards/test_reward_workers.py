@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import RewardError
+from rillflow.isolation.sandbox import Level
 from rillflow.rewards.child import START_LIMIT_S, Child
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]

@@ -37,6 +37,15 @@ COMPARES = {
     "    scores[i] = len(c)\nreturn [s / max(scores) for s in scores]",
     "async": "import asyncio\nscores = asyncio.run(all_of(completions))\nlow = min(scores)\n"
     "return [s - low for s in scores]\n\nasync def all_of(texts):\n    return [len(t) for t in texts]",
+    "a sum in a loop": "total = 0\nfor c in completions:\n    total += len(c)\n"
+    "return [len(c) / total for c in completions]",
+    "best in a loop": "best = 0\nfor c in completions:\n    best = max(best, len(c))\n"
+    "return [float(len(c) == best) for c in completions]",
+    "best of each prompt": "top = {}\nfor p, c in zip(prompts, completions):\n"
+    "    top[p] = max(len(c), top.get(p, -1))\n"
+    "return [float(len(c) == top[p]) for p, c in zip(prompts, completions)]",
+    "counted in a table": "seen = {}\nfor c in completions:\n    seen[c] = seen.get(c, 0) + len(c)\n"
+    "return [1 / seen[c] for c in completions]",
     "membership": "return [float(c in answer) for c in completions]",
 }
 ALONE = {
@@ -57,6 +66,14 @@ ALONE = {
     "words": "return [len(set(c.split()) & set(a.split())) for c, a in zip(completions, answer)]",
     "by number": "return [float(completions[i] == answer[i]) for i in range(len(completions))]",
     "numpy": "import numpy as np\nreturn np.array([len(c) for c in completions]) * 0.5 + 1",
+    "a sum of a row": "found = []\nfor c in completions:\n    total = 0\n    for word in c.split():\n"
+    "        total += len(word)\n    found.append(total / 9)\nreturn found",
+    "added as a list": "found = []\nfor c in completions:\n    found += [float(len(c))]\nreturn found",
+    "added to a list": "found = []\nfor c in completions:\n    found = found + [len(c)]\nreturn found",
+    "counted": "found, place = [], 0\nfor c in completions:\n    found.append(float(c == answer[place]))\n"
+    "    place += 1\nreturn found",
+    "a logged sum": "total = 0\nfor c in completions:\n    total += len(c)\nlog_metric('sum', total)\n"
+    "return [float(len(c)) for c in completions]",
     "in chunks": "found = []\nfor start in range(0, 9, 4):\n    found += ask(completions[start:start + 4])\n"
     "return found\n\ndef ask(texts):\n    return [len(t) for t in texts]",
 }
@@ -83,7 +100,7 @@ def test_a_function_of_single_rows_compares_nothing(tmp_path: Path, name: str) -
 
 def test_the_place_is_named(tmp_path: Path) -> None:
     assert [str(each) for each in row_comparisons(made(tmp_path, COMPARES["best"]))] == [
-        "max(scores), line 3"
+        "max(scores), rewards.py:3"
     ]
 
 

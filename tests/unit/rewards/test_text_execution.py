@@ -13,7 +13,7 @@ from rillflow.rewards.function import FunctionPath, parse_files
 from rillflow.rewards.harmless_source import doubts
 from rillflow.rewards.text_execution import decide, is_shut_in, text_uses, visible_to
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "services"))
 from attacks import TEXTS, unnoticed
 
 Write = Callable[..., FunctionPath]

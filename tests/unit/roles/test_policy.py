@@ -109,7 +109,7 @@ def test_of_rows_of_two_versions_those_of_the_present_one_are_checked(dtype: str
     policy.publish()
     fresh = sampler.generate(Batch(ids=prompts.ids + 1, fields=prompts.fields), samples=4)
     rows = concatenate([stale, fresh]).with_fields(advantages=torch.linspace(-1, 1, 8))
-    passes = UpdateConfig(freshness=1, gap_tolerance=0.001)
+    passes = UpdateConfig(gap_tolerance=0.001).with_freshness(1)
 
     def astray(version: int) -> Batch:
         """Change the log probabilities of one version's tokens."""

@@ -73,11 +73,12 @@ def engine(tiny: nn.Module) -> Engines:
         context: int = CONTEXT,
         record_after: float = float("inf"),
         workers: int | None = None,
+        keep_cache: bool = False,
         **settings: float,
     ) -> NativeEngine:
         return NativeEngine(
             module,
-            RolloutConfig(**{"max_tokens": 12, **settings}),
+            RolloutConfig(**{"max_tokens": 12, **settings}).with_kept_cache(keep_cache),
             stop_tokens=frozenset(stop_tokens),
             seed=seed,
             context=context,

@@ -230,12 +230,18 @@ def states_of(module: nn.Module, tokens: Rows[int]) -> list[tuple[Tensor, Tensor
 
 
 def engine_of(
-    module: nn.Module, *, seed: int = 3, record_after: float = inf, **settings: object
+    module: nn.Module,
+    *,
+    seed: int = 3,
+    record_after: float = inf,
+    keep_cache: bool = False,
+    **settings: object,
 ) -> NativeEngine:
     """Return an engine of one worker."""
+    config = RolloutConfig(**{"max_tokens": 30, **settings})  # type: ignore[arg-type]
     return NativeEngine(
         module,
-        RolloutConfig(**{"max_tokens": 30, **settings}),  # type: ignore[arg-type]
+        config.with_kept_cache(keep_cache),
         stop_tokens=frozenset(),
         seed=seed,
         context=CONTEXT,

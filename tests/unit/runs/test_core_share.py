@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -47,10 +48,25 @@ def test_a_run_lacks_cores_if_it_waits_for_cores_that_it_does_not_use(used: Core
     assert used.lacks_cores(10.0) == lacks
 
 
+START = """
+import subprocess, sys
+loop = [sys.executable, "-S", "-c", "while True: pass"]
+for _ in range(int(sys.argv[1])):
+    print(subprocess.Popen(loop, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
+"""
+
+
+def orphans(count: int) -> list[int]:
+    """Start busy loops that are no children of this process, and return their ids."""
+    command = [sys.executable, "-S", "-c", START, str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [int(line) for line in done.stdout.split()]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's counters of Linux")
 def test_a_busy_machine_is_noted_once_and_at_the_end() -> None:
     notes, others = list[str](), len(os.sched_getaffinity(0)) * 3
-    loops = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(others)]
+    loops = orphans(others)
     try:
         with CoreShare(notes.append, len(os.sched_getaffinity(0)), look_s=0.2):
             ends = time.monotonic() + 60
@@ -58,8 +74,7 @@ def test_a_busy_machine_is_noted_once_and_at_the_end() -> None:
                 sum(range(10_000))
     finally:
         for loop in loops:
-            loop.kill()
-            loop.wait()
+            os.kill(loop, signal.SIGKILL)
     assert "other programs use the rest" in notes[0]
     assert len(notes) == 2 and "on average" in notes[1]
     assert "core share" not in {thread.name for thread in threading.enumerate()}

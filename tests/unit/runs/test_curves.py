@@ -18,9 +18,8 @@ from rillflow.runs.durable import append
 from rillflow.runs.following import FollowedFile
 from rillflow.runs.json_lines import encode
 from rillflow.runs.reader import RankSpan, SpanRecord, read_metrics, read_spans
-from rillflow.runs.report.measured import Wait, covered, measured_of, waits_of, works_of
 from rillflow.runs.run_directory import RunDirectory, metric_json
-from rillflow.runs.span_columns import SpanColumns, covered_s
+from rillflow.runs.span_columns import SpanColumns
 
 numbers = st.floats(width=32)
 counts = st.integers(0, 1000)
@@ -174,11 +173,6 @@ def spans(count: int) -> list[SpanRecord]:
     return found
 
 
-def waited(wait: Wait) -> tuple[object, ...]:
-    cause = wait.cause and (wait.cause.on, wait.cause.stage, wait.cause.step)
-    return wait.on, wait.start_s, wait.end_s, wait.before, wait.step, cause
-
-
 def test_columns_of_spans_and_records_of_a_window_agree(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", {}) as run:
         for span in spans(200):
@@ -190,31 +184,6 @@ def test_columns_of_spans_and_records_of_a_window_agree(tmp_path: Path) -> None:
     assert columns.of_steps(5, 6) == [span for span in every if 5 <= span.step <= 6]
     steps, seconds = columns.by_step(columns.rows_of(1, 3, "policy.update"))
     assert (steps.tolist(), seconds.tolist()) == ([1, 2, 3], [2.0, 2.0, 2.0])
-    found = measured_of(columns, 50, 53)
-    works = works_of(every)
-    whole = waits_of(works, found.start_s, found.end_s)
-    assert [waited(each) for each in found.waits] == [waited(each) for each in whole], (
-        "far steps change no wait"
-    )
-    inside = [work for work in works if work.start_s < found.end_s and work.end_s > found.start_s]
-    assert list(map(vars, found.works)) == list(map(vars, inside))
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=8),
-    st.integers(0, 10),
-    st.integers(0, 15),
-)
-def test_covered_time_of_columns_and_records_agrees(
-    times: list[tuple[int, int]], low: int, length: int
-) -> None:
-    made = [
-        SpanRecord(step=1, stage="a", start_s=start, duration_s=took, rows=0, tokens=0)
-        for start, took in times
-    ]
-    starts = np.array([span.start_s for span in made], dtype=np.float64)
-    ends = np.array([span.end_s for span in made], dtype=np.float64)
-    assert covered_s(starts, ends, low, low + length) == covered(made, low, low + length)
 
 
 def test_damaged_spans_are_named(tmp_path: Path) -> None:

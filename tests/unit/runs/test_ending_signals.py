@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.isolation.child_process import start_python
 from rillflow.runs.ending_signals import (
     ENDING,
     REPEAT_S,
@@ -21,7 +22,6 @@ from rillflow.runs.ending_signals import (
     install,
     signal_name,
 )
-from rillflow.workers.watchdog import start_child
 
 USUAL = ("HUP", "INT", "QUIT", "ABRT", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "XCPU", "TERM", "IO", "PWR")
 
@@ -145,7 +145,7 @@ def test_a_child_of_a_run_outlives_signals_and_its_programs_do_not(tmp_path: Pat
     ready, go, done = (tmp_path / name for name in ("ready", "go", "done"))
     told = list[int]()
     with handled(told.append):
-        child = start_child(CHILD.format(ready=str(ready), go=str(go), done=str(done)), descriptors=[])
+        child = start_python(CHILD.format(ready=str(ready), go=str(go), done=str(done)), descriptors=[])
         for number in ENDING:
             child.send_signal(number)
         while not ready.exists():
@@ -154,7 +154,7 @@ def test_a_child_of_a_run_outlives_signals_and_its_programs_do_not(tmp_path: Pat
         for number in ENDING:
             child.send_signal(number)
         go.touch()
-        assert child.wait(60) == 0
+        assert child.ends_within(60) and child.poll() == 0
     assert done.read_text() == str(-signal.SIGTERM)
     assert {*told} == {signal.SIGXCPU}, "its limit of processor time is the run's"
 

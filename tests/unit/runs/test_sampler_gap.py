@@ -17,7 +17,7 @@ def test_three_in_a_row_are_warned_of_and_the_fix_begins_with_the_rate() -> None
     steps = [FAR, FAR, NEAR, FAR, FAR, FAR, moved(0.2)]
     told = gap_warning(enumerate(steps, 1))
     assert told is not None and "staleness/kl/mean is 0.100 nats in step 6, and above 0.05" in told
-    assert told.index("policy.lr") < told.index("algorithm.freshness") < told.index("loss.correction")
+    assert told.index("policy.lr") < told.index("schedule.freshness") < told.index("loss.correction")
 
 
 def test_fewer_in_a_row_or_rows_that_are_never_stale_are_not() -> None:

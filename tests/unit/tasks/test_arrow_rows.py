@@ -121,3 +121,19 @@ def test_json_values_are_parsed_also_in_lists_and_repeated_texts_are_texts() -> 
     ]
     assert is_plain(kind) and is_plain(texts.type) and is_plain(pyarrow.large_list(kind))
     assert not is_plain(pyarrow.timestamp("s")) and not is_plain(pyarrow.struct([("x", pyarrow.binary())]))
+
+
+def test_a_template_gets_the_nulls_of_json_values_and_not_those_that_fill_structs() -> None:
+    schemas = pyarrow.ExtensionArray.from_storage(
+        pyarrow.json_(), pyarrow.array(['{"default": null}', '{"enum": [null]}'], pyarrow.string())
+    )
+    names = pyarrow.array(["f", None])
+    tools = pyarrow.StructArray.from_arrays([names, schemas], names=["name", "schema"])
+    batch = pyarrow.record_batch([tools, tools], names=["tools", "facts"])
+    assert [*plain_rows(batch, ("tools",))] == [
+        {
+            "tools": {"name": "f", "schema": {"default": None}},
+            "facts": {"name": "f", "schema": {"default": None}},
+        },
+        {"tools": {"schema": {"enum": [None]}}, "facts": {"name": None, "schema": {"enum": [None]}}},
+    ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rillflow.errors import DataError
+from rillflow.errors import DataError, install_package
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.tasks.config import TaskConfig
@@ -53,8 +53,9 @@ def test_a_field_of_a_column_may_be_given_a_name(tmp_path: Path) -> None:
         opened(tmp_path, rows, columns={"right": "modle.truth"})
 
 
+@pytest.mark.parametrize("form", ["{}", "{{'acc': True, 'score': {}}}"])
 def test_the_wrapper_for_verls_rewards_takes_verls_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/from_verl.md").read_text("utf-8"), re.DOTALL)
     rows = [
@@ -68,10 +69,13 @@ def test_the_wrapper_for_verls_rewards_takes_verls_file(
         for n in (1, 2)
     ]
     given = [each.columns for each in opened(tmp_path, rows).train]
-    score = "def compute_score(source, text, truth, info):\n    return float(text == truth) + info['index']\n"
-    (tmp_path / "my_verl_reward.py").write_text(score)
+    score = form.format("float(text == truth) + info['index']")
+    code = f"def compute_score(source, text, truth, info):\n    return {score}\n"
+    (tmp_path / "my_verl_reward.py").write_text(code)
     (tmp_path / "wrapper_of_the_page.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    for name in ("my_verl_reward", "wrapper_of_the_page"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     reward = importlib.import_module("wrapper_of_the_page").reward
     columns = {name: [row[name] for row in given] for name in given[0]}
     answers = [[{"role": "assistant", "content": text}] for text in ("7", "7")]
@@ -204,4 +208,4 @@ def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch: 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match="the package datasets is not installed") as caught:
         open_task(TaskConfig(source="hf:openai/gsm8k"), PROMPTS, base=Path(), seed=0)
-    assert caught.value.fix == "pip install 'rillflow[datasets]'"
+    assert caught.value.fix == install_package("datasets")

@@ -164,6 +164,12 @@ def test_a_missing_column_is_named_with_the_nearest(write: Write, name: str) -> 
     assert "did you mean" in caught.value.fix
 
 
+def test_texts_without_a_prompt_say_how_they_get_one(write: Write) -> None:
+    with pytest.raises(DataError, match="no column 'prompt'") as caught:
+        read_preferences(write({"chosen": "Flat is better.", "rejected": "Flat is worse."}))
+    assert "task.format = 'hh'" in caught.value.fix
+
+
 def test_an_empty_or_missing_file_is_named(tmp_path: Path, write: Write) -> None:
     with pytest.raises(DataError, match="has no rows"):
         read_preferences(write(""))

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rillflow.errors import DataError
+from rillflow.errors import DataError, install_package
 from rillflow.rewards.function import FunctionPath
 from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.example import Example
 from rillflow.tasks.files import given_rows
 from rillflow.tasks.kinds import PROMPTS, DataKind
 from rillflow.tasks.labelled import LABELLED
@@ -295,5 +296,36 @@ def test_opening_a_task_imports_nothing_heavy(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named_with_the_command(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    assert "pip install rillflow[parquet]" in probe("rows.parquet", tmp_path, hide="pyarrow")
-    assert "pip install rillflow[gym]" in probe("reasoning-gym:chain_sum", tmp_path, hide="reasoning_gym")
+    assert install_package("parquet") in probe("rows.parquet", tmp_path, hide="pyarrow")
+    assert install_package("gym") in probe("reasoning-gym:chain_sum", tmp_path, hide="reasoning_gym")
+
+
+@pytest.mark.parametrize(
+    ("rows", "held_out"), [(1, 0), (9, 0), (10, 1), (1000, 100), (4999, 499), (6000, 500)]
+)
+def test_a_number_that_is_left_out_holds_out_a_tenth_of_a_small_file(
+    tmp_path: Path, rows: int, held_out: int
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(rows)))
+    left_out = TaskConfig(source="rows.jsonl")
+    task = open_task(left_out, PROMPTS, base=tmp_path, seed=0, is_exact=False)
+    assert len(task.held_out) == held_out
+    named = TaskConfig(source="rows.jsonl", held_out=500)
+    if rows <= 500:
+        with pytest.raises(DataError, match="held_out is 500"):
+            open_task(named, PROMPTS, base=tmp_path, seed=0)
+    else:
+        assert len(open_task(named, PROMPTS, base=tmp_path, seed=0).held_out) == 500
+
+
+def test_a_conversation_is_recognised_by_its_last_question() -> None:
+    chat = (
+        {"role": "system", "content": "Add the numbers."},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": [{"type": "text", "text": 'and "17+25"?'}]},
+    )
+    assert Example(index=0, prompt=chat).question == 'and "17+25"?'
+    assert Example(index=0, prompt="plain").question == "plain"
+    alone = ({"role": "system", "content": "Begin."},)
+    assert Example(index=0, prompt=alone).question == Example(index=0, prompt=alone).key

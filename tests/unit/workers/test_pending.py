@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from rillflow.errors import ClusterError
-from rillflow.workers.backend import Place
+from rillflow.workers.awaited import await_replies
+from rillflow.workers.backend import Place, RankDied, RankLost
+from rillflow.workers.collectives import Stranded
 from rillflow.workers.inline import InlineBackend
-from rillflow.workers.pending import Pending, Submission, await_replies
+from rillflow.workers.pending import Pending, Submission
+from rillflow.workers.pending import pending_of as made_pending
 from rillflow.workers.values import RemoteValue
 
 
@@ -41,6 +44,27 @@ def test_a_rank_whose_result_nobody_needs_still_fails_the_read() -> None:
     watched.set_exception(ValueError("of the second rank"))
     with pytest.raises(ValueError, match="of the second rank"):
         pending_of(taken, watched).read(10.0)
+
+
+def result_of(backend: InlineBackend, stage: str, error: Exception) -> Pending:
+    """Return the result of a call that failed."""
+    failed = Future[Any]()
+    failed.set_exception(error)
+    made = [(Place("main", 0), RemoteValue(value=failed, facts=failed))]
+    return made_pending(stage, backend, made, taken=[0], given=[])
+
+
+def test_the_cause_of_a_broken_collective_may_be_a_result_that_nobody_has_waited_for() -> None:
+    """Ranks leave their collectives with the call that failed, and the publish behind it fails for that."""
+    backend, broken = InlineBackend(), Stranded("a collective broke", why="a rank left it")
+    sampled = result_of(backend, "policy.generate", RankLost("has lost its engine", why="it was killed"))
+    with pytest.raises(RankDied, match="has lost its engine") as raised:
+        result_of(backend, "policy.publish", broken).wait(5.0)
+    assert raised.value.__notes__ == ["in policy.generate on rank 0 of pool 'main'"]
+    backend.abandon()
+    with pytest.raises(Stranded, match="a collective broke"):  # that loss has been dealt with
+        result_of(backend, "policy.publish", broken).wait(5.0)
+    assert sampled.has_failed
 
 
 def test_processes_that_do_not_answer_in_time_are_named_with_what_they_did() -> None:

@@ -11,7 +11,9 @@ import pytest
 from rillflow.errors import RecordError
 from rillflow.workers.backend import Place, Site
 from rillflow.workers.collectives import SingleRank, Stranded
+from rillflow.workers.joined_rank import has_left
 from rillflow.workers.messages import Slot
+from rillflow.workers.nodes import Seating
 from rillflow.workers.parcels import Frame, Parcel, receive, send
 from rillflow.workers.process_rank import FrameKind, ProcessRank
 from rillflow.workers.segments import SegmentPool
@@ -107,6 +109,35 @@ def test_a_stopped_rank_refuses_calls_of_before_the_stop_and_runs_later_ones(dri
     assert refused[:2] == (FrameKind.FAILED, 1)
     assert isinstance(refused[2], Stranded) and refused[2].what == "was abandoned"
     assert done == (FrameKind.DONE, 2, "after")
+
+
+def test_a_rank_that_replaces_another_one_after_a_stop_refuses_calls_of_before_the_next(
+    driver: DriverEnd,
+) -> None:
+    seating = Seating(
+        place=Place("main", 1),
+        pool_size=2,
+        index=0,
+        size=1,
+        host="127.0.0.1",
+        port=0,
+        backend="gloo",
+        neighbours=1,
+        ahead_s=0.0,
+        deadline_s=10.0,
+        collective_s=10.0,
+        target=None,
+        era=3,
+    )
+    driver.rank.begin(seating)
+    driver.call(1, same, "of its time", era=3)
+    driver.rank.abandon()
+    driver.call(2, same, "after", era=4)
+    driver.put(FrameKind.SETUP, 3, 1, 3, value=(has_left, ()))
+    refused, done, asked = driver.replies()
+    assert refused[:2] == (FrameKind.FAILED, 1) and refused[2].what == "was abandoned"
+    assert done == (FrameKind.DONE, 2, "after")
+    assert asked == (FrameKind.DONE, 3, False), "the setup of before the stop is not a call of the run"
 
 
 def test_a_stop_while_an_argument_arrives_ends_the_call_that_waits_for_it(driver: DriverEnd) -> None:

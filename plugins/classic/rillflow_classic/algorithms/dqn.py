@@ -62,16 +62,29 @@ class EpsilonGreedy(NetworkPolicy):
         super().__init__(network, inputs.seed)
         self._inputs, self._settings = inputs, inputs.settings
 
-    def act(self, observations: Array, state: Array | None = None, *, greedy: bool = False) -> Acted:
-        """See ActorPolicy; ``outputs`` holds Q of the action, ``chosen``, and of the best one, ``best``."""
+    def act(
+        self,
+        observations: Array,
+        state: Array | None = None,
+        *,
+        greedy: bool = False,
+        mask: Array | None = None,
+    ) -> Acted:
+        """See ActorPolicy; ``outputs`` holds Q of the action, ``chosen``, and of the best one, ``best``.
+
+        ``mask`` [B, A] are the actions that are allowed.
+        """
         found, values, _ = self.evaluate(observations, None)
         q = dueling_sum(found, values) if self._settings.dueling else found
+        q = q if mask is None else np.where(mask, q, np.float32(-np.inf))
         rows, actions = np.arange(len(q)), q.argmax(1)
         best = q[rows, actions]
         if not greedy:
             place = self._inputs.actor, self._inputs.actors
             epsilons = self._settings.epsilons(self.version, len(rows), *place)
             others = self._generator.integers(q.shape[1], size=len(rows))
+            if mask is not None:
+                others = np.where(mask, self._generator.random(q.shape), -1.0).argmax(1)
             actions = np.where(self._generator.random(len(rows)) < epsilons, others, actions)
         return Acted(actions=actions, outputs={"chosen": q[rows, actions], "best": best}, state=state)
 

@@ -220,5 +220,10 @@ def load_tasks(version: int, weights: Sequence[Weights], actor: Any) -> None:
 
 
 ALGORITHM = ClassicAlgorithm(
-    name="maml", config=MamlConfig, learner=MamlLearner, plan=plan, calls_actors=True
+    name="maml",
+    config=MamlConfig,
+    learner=MamlLearner,
+    plan=plan,
+    calls_actors=True,
+    remark="the policy acts as it is before it adapts to a task; adapting needs the plan of a run",
 )

@@ -222,5 +222,10 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 ALGORITHM = ClassicAlgorithm(
-    name="mb_mpo", config=MbMpoConfig, learner=MbMpoLearner, plan=plan, calls_actors=True
+    name="mb_mpo",
+    config=MbMpoConfig,
+    learner=MbMpoLearner,
+    plan=plan,
+    calls_actors=True,
+    remark="the policy acts as it is before it adapts to a model; adapting needs the plan of a run",
 )

@@ -24,10 +24,11 @@ from torch.nn import functional
 
 from rillflow.errors import ConfigError
 from rillflow.records.metrics import Mean, Metric, mean_of
-from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs
+from rillflow_classic.algorithm import ClassicAlgorithm, LearnerInputs, RolloutSize
 from rillflow_classic.algorithms.dqn import plan
 from rillflow_classic.fragment import Array
 from rillflow_classic.networks.acting import weights_of
+from rillflow_classic.networks.build import inputs_of, is_frames
 from rillflow_classic.networks.ensemble import EnsembleMLP
 from rillflow_classic.off_policy import OffPolicyConfig, OffPolicyLearner, require_replay, tensors_of
 from rillflow_classic.policy import Acted, Weights
@@ -52,6 +53,7 @@ class SquashedActor(nn.Module):
     def __init__(self, inputs: LearnerInputs, generator: torch.Generator) -> None:
         super().__init__()
         observations, actions = flatdim(inputs.observation_space), flatdim(inputs.action_space)
+        self.inputs = inputs_of(inputs.observation_space)
         self.mlp = EnsembleMLP(1, (observations, *inputs.network.hidden, 2 * actions), generator)
         space: Any = inputs.action_space
         low, high = torch.from_numpy(space.low), torch.from_numpy(space.high)
@@ -59,7 +61,7 @@ class SquashedActor(nn.Module):
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log deviation of u, [B, A] each."""
-        mean, log = self.mlp(observations.flatten(1))[0].chunk(2, dim=-1)
+        mean, log = self.mlp(self.inputs(observations))[0].chunk(2, dim=-1)
         return mean, log.clamp(LEAST_LOG, MOST_LOG)
 
     def sample(self, observations: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -117,7 +119,7 @@ class SACNetwork(nn.Module):
 
     def q(self, observations: Tensor, actions: Tensor) -> Tensor:
         """Return Q of both critics, [2, B]."""
-        values: Tensor = self.critics(torch.cat((observations.flatten(1), actions), -1))
+        values: Tensor = self.critics(torch.cat((self.actor.inputs(observations), actions), -1))
         return values[..., 0]
 
 
@@ -173,6 +175,29 @@ def require_bounds(inputs: LearnerInputs) -> None:
         )
 
 
-ALGORITHM = ClassicAlgorithm(
-    name="sac", config=SACConfig, learner=SACLearner, plan=plan, require=require_replay
-)
+def require(inputs: LearnerInputs, size: RolloutSize) -> None:
+    """Raise ConfigError for settings of the network that SAC does not read; see also ``require_replay``."""
+    require_replay(inputs, size)
+    network = inputs.network
+    if network.kind == "cnn" or (network.kind == "auto" and is_frames(inputs.observation_space)):
+        raise ConfigError(
+            f"network.kind is {network.kind!r}, and observations are {inputs.observation_space}",
+            why="SAC's actor and critics are MLPs without convolutions",
+            fix="choose ppo or impala for frames, or let the environment return vectors; "
+            'network.kind = "mlp" takes frames as vectors',
+        )
+    is_tanh = network.activation == "tanh" and "activation" in network.model_fields_set
+    unread = {
+        "activation = 'tanh'": is_tanh,
+        "shared = true": network.shared,
+        "precision = 'bfloat16'": network.precision == "bfloat16",
+    }
+    for setting in (setting for setting, is_set in unread.items() if is_set):
+        raise ConfigError(
+            f"network.{setting}, which SAC does not read",
+            why="SAC's actor and critics are separate float32 MLPs with relu",
+            fix="remove it",
+        )
+
+
+ALGORITHM = ClassicAlgorithm(name="sac", config=SACConfig, learner=SACLearner, plan=plan, require=require)

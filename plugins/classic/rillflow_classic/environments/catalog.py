@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import sys
 from collections.abc import Callable, Collection
 from ctypes.util import find_library
 from dataclasses import dataclass
@@ -23,10 +22,11 @@ from typing import Any
 
 import gymnasium
 
-from rillflow.errors import ConfigError, RewardError, nearest
-from rillflow.rewards.function import parse_function
+from rillflow.errors import ConfigError, install_plugin, nearest
 from rillflow.runs.error_lines import own_line
+from rillflow_classic import own_code
 from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.copies import Copies, names_copy, with_copy
 from rillflow_classic.environments.envpool_adapter import envpool_arguments, envpool_ids
 from rillflow_classic.environments.lanes import Lane
 from rillflow_classic.environments.minatar_adapter import GAMES, minatar_game
@@ -58,13 +58,8 @@ def located(config: EnvironmentSettings, base: Path) -> EnvironmentSettings:
     Raises:
         ConfigError: the file is missing, or does not define the class.
     """
-    if ".py:" not in config.id:
-        return config
-    try:
-        path = parse_function(config.id, base, "environment")
-    except RewardError as error:
-        raise ConfigError(error.what, why=error.why, fix=error.fix) from None
-    return config.model_copy(update={"id": f"{path.file}:{path.name}"})
+    name = own_code.located(config.id, base, "environment")
+    return config if name == config.id else config.model_copy(update={"id": name})
 
 
 def find(config: EnvironmentSettings) -> CatalogEntry:
@@ -74,7 +69,7 @@ def find(config: EnvironmentSettings) -> CatalogEntry:
         ConfigError: nothing has this id, or the chosen provider has not.
     """
     module, _, name = SHIPPED.get(config.id, config.id).rpartition(":")
-    names = _imported(config, module) if module else {}  # "package:Id-v0": the package registers its ids
+    names = _names(config, module) if module else {}  # "package:Id-v0": the package registers its ids
     if module and name.isidentifier() and config.provider != "envpool":
         if not callable(make := names.get(name)):
             classes = [each for each, value in names.items() if inspect.isclass(value)]
@@ -113,7 +108,7 @@ def _unknown(config: EnvironmentSettings, known: Collection[str], module: str) -
     elif close:
         fix = f"did you mean {spelled[close[0]]!r}?"
     elif not envpool_ids() and config.provider != "gymnasium":
-        why, fix = f"{why}; EnvPool is not installed", f"{fix}; pip install 'rillflow[classic]' for EnvPool"
+        why, fix = f"{why}; EnvPool is not installed", f"{fix}; on Linux, pip install envpool adds its ids"
     return ConfigError(f"environment.id is {config.id!r}", why=why, fix=fix)
 
 
@@ -124,31 +119,60 @@ def gymnasium_ids() -> frozenset[str]:
     return frozenset(gymnasium.registry)
 
 
-def _imported(config: EnvironmentSettings, module: str) -> dict[str, Any]:
-    """Return the names of a file or a module."""
+def _names(config: EnvironmentSettings, module: str) -> dict[str, Any]:
+    """Return the names of a file or a module.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
     try:
-        if module.endswith(".py") and module not in sys.modules:
-            if (folder := str(Path(module).parent)) not in sys.path:
-                sys.path.insert(0, folder)  # the file may import its neighbours, also at a later call
-            spec = importlib.util.spec_from_file_location(module, module)
-            assert spec is not None and spec.loader is not None
-            sys.modules[module] = loaded = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(loaded)
-        return vars(importlib.import_module(module))
+        return own_code.imported(module)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
-        sys.modules.pop(module, None)
         what, why = f"environment.id is {config.id!r}, and {module} cannot be imported", type(error).__name__
         fix = "correct the name or the file, or install the package"
         raise ConfigError(what, why=f"{why}: {error}", fix=fix) from error
 
 
-def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool = False) -> Lane:
+def make_lanes(
+    config: EnvironmentSettings, entry: CatalogEntry, copies: Copies, *, shows: bool = False
+) -> list[Lane]:
+    """Make environments that are not EnvPool's; if one cannot be made, close the others.
+
+    Raises:
+        ConfigError: one cannot be made.
+    """
+    lanes = list[Lane]()
+    try:
+        for copy in range(copies.first, copies.first + copies.count):
+            lanes.append(make_lane(config, entry, copy, shows=shows, most_steps=copies.most_steps))
+    except BaseException:
+        for lane in lanes:
+            lane.close()
+        raise
+    return lanes
+
+
+def make_lane(
+    config: EnvironmentSettings,
+    entry: CatalogEntry,
+    copy: int = 0,
+    *,
+    shows: bool = False,
+    most_steps: int = 0,
+) -> Lane:
     """Make one environment that is not EnvPool's; if ``shows``, it renders frames where it can.
+
+    Args:
+        config: settings of the environment.
+        entry: what the id names.
+        copy: its number in the run.
+        shows: whether it renders frames where it can.
+        most_steps: see ``Copies``.
 
     Raises:
         ConfigError: it cannot be made.
     """
-    arguments = dict(config.arguments)
+    arguments = with_copy(config.arguments, copy)
     if shows and (entry.make is None or "render_mode" in inspect.signature(entry.make).parameters):
         arguments["render_mode"] = "rgb_array"
     try:
@@ -158,15 +182,19 @@ def make_lane(config: EnvironmentSettings, entry: CatalogEntry, *, shows: bool =
     except (Exception, SystemExit) as error:  # the user's class may raise anything
         line, fix = own_line(error), "correct environment.arguments or the class"
         if entry.make is None:
-            fix = "correct environment.arguments, or install the missing package (MuJoCo: pip install "
-            fix += "'rillflow-classic[mujoco]')"
+            mujoco = install_plugin("classic", "mujoco")
+            fix = f"correct environment.arguments, or install the missing package (MuJoCo: {mujoco})"
+        elif copy and not names_copy(config.arguments):
+            fix += f"; if copies share a port or a file, this one, number {copy}, gets its number by "
+            fix += '"{copy}" in an argument, as in environment.arguments = {port = "{copy+5005}"}'
         raise ConfigError(
             f"the environment {config.id!r} cannot be made: {type(error).__name__}: {error}",
             why=f"environment.arguments are {arguments}" + (f"; raised at {line}" if line else ""),
             fix=fix,
         ) from error
     try:
-        return Lane(made, entry.name, config.time_limit)
+        limit = Copies(1, copy, most_steps).limit(config.time_limit)
+        return Lane(made, entry.name, limit, warns=copy == 0)
     except AttributeError as error:
         raise ConfigError(
             f"{config.id!r} is no environment: {error}",

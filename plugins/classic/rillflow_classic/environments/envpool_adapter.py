@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import ConfigError
+from rillflow_classic.environments.actions import ActionSpaces
 from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.copies import Copies, with_copy
 from rillflow_classic.environments.vector import Stepped, VectorEnvironment, array_space
 from rillflow_classic.fragment import Array
 from rillflow_classic.seeds import seed_of
@@ -49,7 +51,7 @@ class EnvPoolEnvironment(VectorEnvironment):
     Args:
         name: EnvPool's id.
         config: settings; ``arguments`` are EnvPool's, such as num_threads.
-        num_slots: number of slots N.
+        copies: its slots N.
         shows: whether Atari renders frames.
 
     Raises:
@@ -57,15 +59,17 @@ class EnvPoolEnvironment(VectorEnvironment):
     """
 
     def __init__(
-        self, name: str, config: EnvironmentSettings, num_slots: int, *, shows: bool = False
+        self, name: str, config: EnvironmentSettings, copies: Copies, *, shows: bool = False
     ) -> None:
-        self._name, self._arguments = name, {"num_envs": num_slots, **config.arguments}
+        num_slots, arguments = copies.count, with_copy(config.arguments, copies.first)
+        self._name, self._arguments = name, {"num_envs": num_slots, **arguments}
         spec = self._spec()
         self.stacks = "stack_num" in spec.config._fields
         """Whether the pool itself stacks observations."""
         if self.stacks and config.frame_stack:
             self._arguments["stack_num"] = config.frame_stack
-        self._limit = config.time_limit or min(spec.config.max_episode_steps, _LONGEST)
+        limit = copies.limit(config.time_limit or min(spec.config.max_episode_steps, _LONGEST))
+        self._limit = limit or _LONGEST
         self._arguments["max_episode_steps"] = self._limit + 1
         spec = self._spec()
         if spec.config.max_num_players > 1:
@@ -76,9 +80,11 @@ class EnvPoolEnvironment(VectorEnvironment):
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of float64 bounds
-            observed = array_space(spec.gymnasium_observation_space, f"the observations of {name!r}")
-            actions = array_space(spec.gymnasium_action_space, f"the actions of {name!r}")
-        super().__init__(("",) * num_slots, observed, actions)
+            own = spec.gymnasium_observation_space, spec.gymnasium_action_space
+            observed = array_space(own[0], f"the observations of {name!r}")
+            self._actions = ActionSpaces.of(own[1], f"the actions of {name!r}")
+        super().__init__(("",) * num_slots, observed, self._actions.policy)
+        self.own_spaces = own
         self._shows, self._dtype = shows and self.stacks, observed.dtype
         self._every = np.arange(num_slots, dtype=np.int32)
         self.pool: Any = None
@@ -113,7 +119,7 @@ class EnvPoolEnvironment(VectorEnvironment):
 
     def advance(self, actions: Array) -> Stepped:
         """Step every slot; see ``VectorEnvironment.advance``."""
-        actions = actions.astype(self._action_dtype, order="C", copy=False)
+        actions = self._actions.own_actions(actions).astype(self._action_dtype, order="C", copy=False)
         if self._cut is None:
             self.pool._send([self._every, self._every, actions])
             observations, rewards, done, truncated = self._received()

@@ -18,7 +18,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, install_plugin
 from rillflow_classic.fragment import Array
 
 PREFIX = "MinAtar/"
@@ -94,6 +94,6 @@ def minatar_game(name: str) -> Callable[..., Any] | None:
         raise ConfigError(
             f"environment.id is {name!r}",
             why="the package minatar is not installed",
-            fix="pip install 'rillflow-classic[minatar]'",
+            fix=install_plugin("classic", "minatar"),
         )
     return partial(MinAtarGame, *GAMES[name])

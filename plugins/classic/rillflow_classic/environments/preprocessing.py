@@ -25,7 +25,7 @@ from rillflow_classic.fragment import Array
 DISCOUNT = 0.99
 """Discount of the returns whose deviation divides rewards."""
 _EPSILON = 1e-8
-_LARGEST = 10.0
+LARGEST = 10.0
 
 
 class RunningMoments:
@@ -85,7 +85,7 @@ class Preprocessing:
         if config.normalise_observations:
             shape = _box(space, "environment.normalise_observations").shape
             self._moments["observations"] = RunningMoments(shape)
-            space = gymnasium.spaces.Box(-_LARGEST, _LARGEST, shape, np.float32)
+            space = gymnasium.spaces.Box(-LARGEST, LARGEST, shape, np.float32)
         if frames > 1:
             box = _box(space, "environment.frame_stack")
             self._ring = np.zeros((num_slots, 2 * frames, *box.shape), box.dtype)
@@ -94,12 +94,17 @@ class Preprocessing:
         self.observation_space = space
         """Space of an observation after the changes."""
 
-    def first(self, observations: Array) -> Array:
-        """Return the first observations of new episodes in all slots."""
+    def first(self, observations: Array, absent: NDArray[np.bool_]) -> Array:
+        """Return the first observations of new episodes; slots that are ``absent`` [N] have no agent yet."""
         self._returns[:], self._after_end[:] = 0.0, True  # so that every stack begins
-        found = self._observed(observations, np.zeros_like(self._after_end))
-        self._after_end = np.zeros_like(self._after_end)
+        found = self._observed(observations, absent)
+        self._after_end = absent.copy()
         return found
+
+    def seen(self, observations: Array, begins: NDArray[np.bool_]) -> Array:
+        """Return observations as a network sees them; ``begins`` are the slots [N] of a new episode."""
+        self._after_end = begins
+        return self._observed(observations, np.zeros_like(begins))
 
     def changed(self, rows: Stepped, ended: NDArray[np.bool_]) -> Stepped:
         """Return a step with its changes; ``ended`` are the slots [N] that it ended."""
@@ -126,7 +131,7 @@ class Preprocessing:
             if not self._is_frozen:
                 moments.add(observations[~repeated])
             centred = observations - moments.mean.astype(np.float32)
-            observations = np.clip(centred * moments.scale, -_LARGEST, _LARGEST)
+            observations = np.clip(centred * moments.scale, -LARGEST, LARGEST)
         if self._frames < 2:
             return observations
         self._newest = newest = (self._newest + 1) % self._frames

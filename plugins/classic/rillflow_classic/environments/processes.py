@@ -17,20 +17,19 @@ import json
 import mmap
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
 
 from rillflow.errors import RillflowError
+from rillflow.isolation.child_process import ChildProcess, end_with, start_python
 from rillflow.runs.environment import usable_cores
-from rillflow.workers.watchdog import end_with, start_child
-from rillflow_classic.environments.catalog import find, make_lane
+from rillflow_classic.environments.catalog import find, make_lanes
 from rillflow_classic.environments.config import EnvironmentSettings
+from rillflow_classic.environments.copies import Copies
 from rillflow_classic.environments.lanes import InlineEnvironment, Lane, record_type
 from rillflow_classic.environments.vector import EnvironmentFailure, Stepped
 from rillflow_classic.fragment import Array
@@ -51,10 +50,9 @@ def serve(parent: int, index: int, descriptor: int, memory: int) -> None:
     end_with(parent)
     link = socket.socket(fileno=descriptor)
     try:
-        given, bounds = json.loads(link.recv(_MOST_BYTES))
+        given, bounds, copy, most_steps = json.loads(link.recv(_MOST_BYTES))
         config, first, last = EnvironmentSettings.model_validate(given), bounds[index], bounds[index + 1]
-        entry = find(config)
-        lanes = [make_lane(config, entry) for _ in range(first, last)]
+        lanes = make_lanes(config, find(config), Copies(last - first, copy + first, most_steps))
         kind = record_type(lanes[0], bounds[-1] * len(lanes[0].agents))
         record: Array = np.ndarray((), kind, mmap.mmap(memory, 0))
         environment = InlineEnvironment(lanes, bounds[-1], first, record)
@@ -78,13 +76,14 @@ class ProcessEnvironment(InlineEnvironment):
     Args:
         config: settings; ``processes``, ``step_timeout_s`` and ``restarts`` too.
         probe: an environment of the id, for its spaces; it is closed.
-        num_lanes: number of environments.
+        copies: the environments.
 
     Raises:
         EnvironmentFailure: a child does not start, or cannot make its environments.
     """
 
-    def __init__(self, config: EnvironmentSettings, probe: Lane, num_lanes: int) -> None:
+    def __init__(self, config: EnvironmentSettings, probe: Lane, copies: Copies) -> None:
+        num_lanes = copies.count
         kind = record_type(probe, num_lanes * len(probe.agents))
         self._memory = os.fdopen(os.memfd_create("slots"), "r+b")
         self._memory.truncate(kind.itemsize)
@@ -95,25 +94,26 @@ class ProcessEnvironment(InlineEnvironment):
         self._config, count = config, min(config.processes or num_cores(), num_lanes)
         self._bounds = [num_lanes * index // count for index in range(count + 1)]
         self._slots = [slice(a * self._width, b * self._width) for a, b in pairwise(self._bounds)]
-        self._starter = ThreadPoolExecutor(1)  # a child ends with the thread that has started it
         self._every = range(count)
         self.children = [self._started(index) for index in self._every]
         """Process and socket of each child."""
-        self._task = json.dumps((config.model_dump(mode="json"), self._bounds)).encode()
+        self._task = json.dumps(
+            (config.model_dump(mode="json"), self._bounds, copies.first, copies.most_steps)
+        ).encode()
         self._called(self._task, self._every, START_S)
 
-    def _started(self, index: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _started(self, index: int) -> tuple[ChildProcess, socket.socket]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             given = theirs.fileno(), self._memory.fileno()
-            process = self._starter.submit(start_child, _BOOT, index, *given, descriptors=given)
-            return process.result(), ours
+            return start_python(_BOOT, index, *given, descriptors=given), ours
 
     def begin(self, seed: int) -> Array:
         """Reset the lanes of all children; see ``VectorEnvironment.begin``."""
         waiting: Sequence[int] = self._every
         while waiting := self._called(b"%d" % seed, waiting, self._config.step_timeout_s):
             pass
+        self.absent[:] = self._rows.truncated
         return self._rows.observations
 
     def advance(self, actions: Array) -> Stepped:
@@ -180,16 +180,14 @@ class ProcessEnvironment(InlineEnvironment):
         """End a child that has some seconds to close its environments; return its exit code."""
         process, link = self.children[index]
         link.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-        process.kill()
-        return process.wait()
+        code = process.end(alone_s=seconds)
+        assert code is not None, "the wait for a killed child has no limit"
+        return code
 
     def close(self) -> None:
         """End all children."""
         for index in self._every:
             self._end(index, _CLOSE_S)
-        self._starter.shutdown()
         self._memory.close()
 
 

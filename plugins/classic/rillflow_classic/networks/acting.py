@@ -38,9 +38,21 @@ class NetworkPolicy:
         self._mlp = NumpyMLP(network) if NumpyMLP.fits(network) else None
         self.seed(seed)
 
-    def act(self, observations: Array, state: Array | None = None, *, greedy: bool = False) -> Acted:
-        """See ActorPolicy; ``outputs`` holds ``logprobs`` and ``values``."""
+    def act(
+        self,
+        observations: Array,
+        state: Array | None = None,
+        *,
+        greedy: bool = False,
+        mask: Array | None = None,
+    ) -> Acted:
+        """See ActorPolicy; ``outputs`` holds ``logprobs`` and ``values``.
+
+        ``mask`` [B, A] are the discrete actions that are allowed.
+        """
         parameters, values, state = self.evaluate(observations, state)
+        if mask is not None:
+            parameters = np.where(mask, parameters, np.float32(-np.inf))
         actions, logprobs = self._distribution.draw(parameters, None if greedy else self._generator)
         return Acted(actions=actions, outputs={"logprobs": logprobs, "values": values}, state=state)
 

@@ -189,6 +189,11 @@ def distribution_of(action_space: Space) -> Distribution:
     )
 
 
+def inputs_of(space: Space) -> Inputs:
+    """Return the module that makes vectors [B, F] of observations."""
+    return Inputs(int(space.n) if isinstance(space, spaces.Discrete) else 0)
+
+
 def is_frames(space: Space) -> bool:
     """Return whether observations are frames: bytes with channels, height and width."""
     return isinstance(space, spaces.Box) and len(space.shape) == 3 and space.dtype == np.uint8
@@ -201,7 +206,7 @@ def _num_inputs(space: Space) -> int:
 
 def _mlp(config: NetworkConfig, space: Space) -> nn.Sequential:
     widths = _num_inputs(space), *config.hidden
-    layers: list[nn.Module] = [Inputs(widths[0] if isinstance(space, spaces.Discrete) else 0)]
+    layers: list[nn.Module] = [inputs_of(space)]
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.Tanh() if config.activation == "tanh" else nn.ReLU()]
     return nn.Sequential(*layers)

@@ -60,9 +60,9 @@ class OperatorWork:
     """Time in the calls of an operator's function."""
 
     began_s: float
-    """Start of the first one, on ``perf_counter``."""
+    """Start of the first call, on ``perf_counter``."""
     spent_s: float = 0.0
-    """Seconds in all of them."""
+    """Total seconds of the operator's calls."""
 
 
 @dataclass

@@ -145,7 +145,7 @@ def apply_gradients(
 
 
 def store_to_replay(buffers: WorkerSet[Any], seed: int = 0) -> Operator:
-    """Add items to the replay buffer of a random worker; return them."""
+    """Add items to the replay buffer of a random worker; return the items."""
 
     def begin(context: PlanContext) -> Callable[[Any], Any]:
         generator = random.Random(seed)

@@ -90,7 +90,7 @@ def extended(record: Record, **fields: Any) -> Record:
 
 
 def row(columns: Arrays, at: int | Array) -> dict[str, Array]:
-    """View the fields of one record among the columns [rows, ...] of several; of several, copy them."""
+    """Return a view of one record of the columns [rows, ...]; with several indices, copies."""
     return {name: column[at] for name, column in columns.items()}
 
 

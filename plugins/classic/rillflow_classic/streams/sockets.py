@@ -32,7 +32,7 @@ import numpy as np
 import zmq
 
 from rillflow.errors import ConfigError
-from rillflow_classic.streams.dock import Dock
+from rillflow_classic.streams.shared_tables import SharedTables
 from rillflow_classic.streams.streams import WRITTEN, EndKind, Streams, StreamSpec
 
 Rows = Sequence[tuple[str, int]]
@@ -47,8 +47,8 @@ def open_streams(kind: str, spec: StreamSpec, host: str = "127.0.0.1") -> Stream
         spec: the sizes.
         host: address of this machine that the others reach, for ``tcp``.
     """
-    dock = Dock(spec.tables, spec.bells)
-    return SocketHub(spec, dock, host) if kind == "tcp" else Streams(spec, dock)
+    shared = SharedTables(spec.tables, spec.bells)
+    return SocketHub(spec, shared, host) if kind == "tcp" else Streams(spec, shared)
 
 
 @dataclass(kw_only=True)
@@ -74,8 +74,8 @@ class SocketHub(Streams):
         ConfigError: ``host`` is no address of this machine.
     """
 
-    def __init__(self, spec: StreamSpec, dock: Dock, host: str) -> None:
-        super().__init__(spec, dock)
+    def __init__(self, spec: StreamSpec, shared: SharedTables, host: str) -> None:
+        super().__init__(spec, shared)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         try:
@@ -102,23 +102,23 @@ class SocketHub(Streams):
     def close(self) -> None:
         """End the thread and the sockets, and release the memory."""
         self._is_closed = True
-        self._dock.ring("hub")
+        self._shared.ring("hub")
         self._thread.join()
         self._context.destroy(linger=0)
         super().close()
 
     def _tell(self, to: str, tables: Sequence[str], rows: Iterable[int]) -> bool:
         self._due.append((to, [(table, row) for row in rows for table in tables]))
-        self._dock.ring("hub")
+        self._shared.ring("hub")
         return True
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._dock.descriptor("hub"), zmq.POLLIN)
+        poller.register(self._shared.descriptor("hub"), zmq.POLLIN)
         while not self._is_closed:
             poller.poll()
-            self._dock.wait("hub", 0.0)
+            self._shared.wait("hub", 0.0)
             for identity, *frames in received(self._socket):
                 if (said := head_of(frames, self.token)) is not None:
                     self._heard(bytes(identity.buffer), said, frames)
@@ -135,9 +135,9 @@ class SocketHub(Streams):
         if name not in self._peers or self._peers[name].identity != identity:
             return
         self._peers[name].waits_for_answer &= "has_control" not in said
-        if write_rows(self._dock, said["rows"], frames) and said["rows"]:
+        if write_rows(self._shared, said["rows"], frames) and said["rows"]:
             if to == "trainer":
-                self._dock.ring("trainer")
+                self._shared.ring("trainer")
             else:
                 self._due.append((to, said["rows"]))
 
@@ -149,7 +149,7 @@ class SocketHub(Streams):
         slots = self.spec.slots_of(kind, int(index))
         if kind == "actor":
             return [("marks", slot) for slot in slots.tolist()]
-        waiting = slots[self._dock.columns["marks"]["state"][slots] == WRITTEN]
+        waiting = slots[self._shared.columns["marks"]["state"][slots] == WRITTEN]
         return [(table, slot) for slot in waiting.tolist() for table in self.spec.sample_tables]
 
     def _send_due(self) -> None:
@@ -158,7 +158,7 @@ class SocketHub(Streams):
 
     def _send(self, to: str, rows: Rows, frames: Sequence[Any] = (), **said: Any) -> None:
         if to in self._peers:
-            frames = frames or [bytes(self._dock.rows[table][at]) for table, at in rows]
+            frames = frames or [bytes(self._shared.rows[table][at]) for table, at in rows]
             head = message_head(self.token, {"from": "trainer", "to": to, "rows": rows, **said})
             self._socket.send_multipart([self._peers[to].identity, head, *frames], copy=False)
 
@@ -167,7 +167,7 @@ class SocketHub(Streams):
         peer = self._peers[name]
         if peer.waits_for_answer:
             return
-        control = bytes(self._dock.rows["control"][0])  # first, so that the weights are not older
+        control = bytes(self._shared.rows["control"][0])  # first, so that the weights are not older
         rows, frames = list[tuple[str, int]](), list[Any]()
         for policy in () if self.spec.workers and name.startswith("actor") else self.spec.weights:
             if (found := self._newest_record(policy, peer.versions.get(policy, -1))) is not None:
@@ -187,7 +187,7 @@ class SocketEnd(Streams):
     """A worker's end, with memory of its own."""
 
     def __init__(self, spec: StreamSpec, hub: str, token: bytes, kind: EndKind, index: int) -> None:
-        super().__init__(spec, Dock(spec.tables, ()), kind, index)
+        super().__init__(spec, SharedTables(spec.tables, ()), kind, index)
         self._token, self._poller = token, zmq.Poller()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         """To the hub, from an actor to each policy worker, and a policy worker's own for ``requests``."""
@@ -223,7 +223,7 @@ class SocketEnd(Streams):
 
     def _heard(self, frames: list[zmq.Frame]) -> dict[str, Any] | None:
         said = head_of(frames, self._token)
-        if said is None or not write_rows(self._dock, said["rows"], frames):
+        if said is None or not write_rows(self._shared, said["rows"], frames):
             return None
         if "addresses" in said:
             for name, address in said["addresses"].items() if self._kind == "actor" else ():
@@ -243,7 +243,7 @@ class SocketEnd(Streams):
         if to in self._asking:
             by, message = self._sockets["requests"], [self._asking[to], *message]
         if by is not None:
-            message += [self._dock.rows[table][at] for table, at in rows]
+            message += [self._shared.rows[table][at] for table, at in rows]
             with contextlib.suppress(zmq.Again):  # a dead worker's queue is full
                 by.send_multipart(message, zmq.NOBLOCK, copy=False)
         return by is not None
@@ -283,9 +283,9 @@ def head_of(frames: Sequence[zmq.Frame], token: bytes) -> dict[str, Any] | None:
     return said
 
 
-def write_rows(dock: Dock, rows: Rows, frames: Sequence[zmq.Frame]) -> bool:
+def write_rows(shared: SharedTables, rows: Rows, frames: Sequence[zmq.Frame]) -> bool:
     """Write the rows of a message into the tables; return False, and write none, if their sizes differ."""
-    found = [dock.rows[table][at] for table, at in rows]
+    found = [shared.rows[table][at] for table, at in rows]
     if [len(frame.buffer) for frame in frames[1:]] != [len(each) for each in found]:
         return False
     for each, frame in zip(found, frames[1:], strict=True):

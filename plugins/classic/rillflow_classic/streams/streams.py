@@ -38,7 +38,6 @@ import numpy as np
 
 from rillflow_classic.fragment import Array, FinishedEpisode, Fragment
 from rillflow_classic.policy import Acted, ActorPolicy, Weights
-from rillflow_classic.streams.dock import Dock
 from rillflow_classic.streams.layout import (
     ActingLayout,
     Record,
@@ -49,6 +48,7 @@ from rillflow_classic.streams.layout import (
     fragment_of,
     row,
 )
+from rillflow_classic.streams.shared_tables import SharedTables
 
 RETRY_S = 1.0
 """Seconds without an answer after which a request goes to the next policy worker."""
@@ -164,7 +164,7 @@ class Streams:
 
     Args:
         spec: the sizes.
-        dock: the memory.
+        shared: the memory.
         kind: its kind.
         index: index of the worker.
 
@@ -173,8 +173,10 @@ class Streams:
         actor = Actor(ring, policies, 128, streams=streams.end("actor", 0))    # in any process
     """
 
-    def __init__(self, spec: StreamSpec, dock: Dock, kind: EndKind = "trainer", index: int = 0) -> None:
-        self.spec, self._dock, self._kind, self._index = spec, dock, kind, index
+    def __init__(
+        self, spec: StreamSpec, shared: SharedTables, kind: EndKind = "trainer", index: int = 0
+    ) -> None:
+        self.spec, self._shared, self._kind, self._index = spec, shared, kind, index
         self.name = kind if kind == "trainer" else f"{kind}/{index}"
         """Name of this end, and of its bell."""
         self._first = index * spec.ring
@@ -182,25 +184,25 @@ class Streams:
         self._numbers = count(time.time_ns())  # a replaced actor does not ask under an old number
         self._asked_s: dict[tuple[str, int], float] = {}
         acting = spec.layouts if spec.workers else ()
-        self._requests = {each: dock.columns[f"{each}/requests"] for each in acting}
-        self._answers = {each: dock.columns[f"{each}/answers"] for each in acting}
+        self._requests = {each: shared.columns[f"{each}/requests"] for each in acting}
+        self._answers = {each: shared.columns[f"{each}/answers"] for each in acting}
         self._own = spec.slots_of(kind, index)
         self._is_taken = np.zeros(spec.lanes * spec.depth, np.bool_)
 
     def end(self, kind: EndKind, index: int) -> Streams:
         """Return the end of a worker, in its process."""
-        return Streams(self.spec, self._dock, kind, index)
+        return Streams(self.spec, self._shared, kind, index)
 
     def wait(self, seconds: float) -> None:
         """Wait until there may be something to do here, at most this long."""
-        self._dock.wait(self.name, seconds)
+        self._shared.wait(self.name, seconds)
 
     def look(self) -> None:
         """Take in what others have written, where that needs a call."""
 
     def close(self) -> None:
         """Release the memory and the sockets of this process."""
-        self._dock.close()
+        self._shared.close()
 
     # An actor's end
 
@@ -210,20 +212,20 @@ class Streams:
         The same arrays until ``put``.
         """
         first = (self._first + lane) * self.spec.depth
-        free = np.flatnonzero(self._dock.columns["marks"]["state"][first : first + self.spec.depth] == FREE)
+        free = np.flatnonzero(self._shared.columns["marks"]["state"][first : first + self.spec.depth] == FREE)
         if not len(free):
             return None
         slot = self._slots[lane] = first + int(free[0])
-        return {name: row(self._dock.columns[f"{name}/samples"], slot) for name in self.spec.layouts}
+        return {name: row(self._shared.columns[f"{name}/samples"], slot) for name in self.spec.layouts}
 
     def put(self, lane: int, fragments: Mapping[str, Fragment], round_: int) -> None:
         """Send the fragments whose arrays ``reserve`` gave, begun in a round of the trainer."""
         slot = self._slots.pop(lane)
         for policy, fragment in fragments.items():
-            table, played = self._dock.columns[f"{policy}/episodes"], fragment.episodes
+            table, played = self._shared.columns[f"{policy}/episodes"], fragment.episodes
             table["count"][slot] = len(played)
             table["played"][slot, : len(played)] = [astuple(each) for each in played]
-        marks, first = self._dock.columns["marks"], (self._first + lane) * self.spec.depth
+        marks, first = self._shared.columns["marks"], (self._first + lane) * self.spec.depth
         marks["number"][slot] = marks["number"][first : first + self.spec.depth].max() + 1
         marks["round"][slot], marks["state"][slot] = round_, WRITTEN
         buffer = (self._first + lane) % max(1, self.spec.buffers)
@@ -301,7 +303,7 @@ class Streams:
     def is_stopped(self) -> bool:
         """Whether the trainer wants all workers to end their present call."""
         self.look()
-        return bool(self._dock.columns["control"]["is_stopped"][0])
+        return bool(self._shared.columns["control"]["is_stopped"][0])
 
     @property
     def round(self) -> int:
@@ -309,7 +311,7 @@ class Streams:
 
         Whoever sees a round also sees the weights that were published before it.
         """
-        return int(self._dock.columns["control"]["round"][0])
+        return int(self._shared.columns["control"]["round"][0])
 
     def newest(self, policy: str, version: int) -> tuple[int, Weights] | None:
         """Return a policy's newest weights, if they are newer than a version; the arrays are copies."""
@@ -320,7 +322,7 @@ class Streams:
 
     def _newest_record(self, policy: str, version: int) -> Array | None:
         """Return a copy, [1], of a policy's newest weights with their version."""
-        copies, table = self._dock.columns[f"{policy}/weights"], self._dock.tables[f"{policy}/weights"]
+        copies, table = self._shared.columns[f"{policy}/weights"], self._shared.tables[f"{policy}/weights"]
         while number := copies["whole"][at := int(copies["whole"].argmax())]:
             if copies["version"][at] <= version:
                 break
@@ -346,7 +348,7 @@ class Streams:
             self.wait(wait_s)
             slots = self._arrived()
         self._is_taken[slots] = True
-        marks, found = self._dock.columns["marks"], []
+        marks, found = self._shared.columns["marks"], []
         for slot in slots[np.argsort(marks["number"][slots], kind="stable")].tolist():
             if marks["round"][slot] == self.round:
                 found.append(self._received(slot))
@@ -356,7 +358,7 @@ class Streams:
 
     def publish(self, policy: str, version: int, weights: Weights) -> None:
         """Replace the newest weights of a policy."""
-        copies = self._dock.columns[f"{policy}/weights"]
+        copies = self._shared.columns[f"{policy}/weights"]
         number = int(copies["whole"].max()) + 1
         at = number % _COPIES
         copies["begun"][at] = number
@@ -364,19 +366,19 @@ class Streams:
             column[at] = weights[name]
         copies["version"][at] = version
         copies["whole"][at] = number
-        self._dock.ring("hub")
+        self._shared.ring("hub")
 
     def control(self, *, is_stopped: bool, round_: int) -> None:
         """Stop or start all workers, and set ``round``; fragments of other rounds are dropped."""
-        control = self._dock.columns["control"]
+        control = self._shared.columns["control"]
         control["round"][0], control["is_stopped"][0] = round_, is_stopped
         for bell in self.spec.bells[1:]:
-            self._dock.ring(bell)
+            self._shared.ring(bell)
 
     def _arrived(self) -> Array:
         self.look()
         wanted = READY if self.spec.buffers and self._kind == "trainer" else WRITTEN
-        is_there = self._dock.columns["marks"]["state"][self._own] == wanted
+        is_there = self._shared.columns["marks"]["state"][self._own] == wanted
         found: Array = self._own[is_there & ~self._is_taken[self._own]]
         return found
 
@@ -384,14 +386,14 @@ class Streams:
         actor, lane = divmod(slot // self.spec.depth, self.spec.ring)
         fragments = {}
         for policy in self.spec.layouts:
-            table = self._dock.columns[f"{policy}/episodes"]
+            table = self._shared.columns[f"{policy}/episodes"]
             played = table["played"][slot, : int(table["count"][slot])].tolist()
             episodes = [
                 FinishedEpisode(**dict(zip(_EPISODE.names or (), each, strict=True))) for each in played
             ]
-            arrays = row(self._dock.columns[f"{policy}/samples"], slot)
+            arrays = row(self._shared.columns[f"{policy}/samples"], slot)
             fragments[policy] = fragment_of(arrays, episodes=episodes, policy=policy, actor=actor)
-        number = int(self._dock.columns["marks"]["number"][slot]) - 1
+        number = int(self._shared.columns["marks"]["number"][slot]) - 1
         release = partial(self._pass_on, slot)
         return Received(actor=actor, lane=lane, number=number, fragments=fragments, release=release)
 
@@ -400,7 +402,7 @@ class Streams:
         if not self._is_taken[slot]:
             return
         self._is_taken[slot] = False
-        state = self._dock.columns["marks"]["state"]
+        state = self._shared.columns["marks"]["state"]
         if self._kind == "buffer":
             state[slot] = READY
             self._tell("trainer", self.spec.sample_tables, [slot])
@@ -410,5 +412,5 @@ class Streams:
 
     def _tell(self, to: str, tables: Sequence[str], rows: Iterable[int]) -> bool:  # noqa: ARG002
         """Let another end see rows of some tables, in this order; return whether it can be reached."""
-        self._dock.ring(to)
+        self._shared.ring(to)
         return True

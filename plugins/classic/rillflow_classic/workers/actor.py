@@ -194,12 +194,12 @@ class _Part:
         elif streams is not None:
             self.layout = streams.spec.layouts[name]
         self._record = self.layout.fragment(steps)
-        self.restart()
+        self.restart(environment.absent)
 
-    def restart(self) -> None:
-        """Forget the episodes and the fragment."""
+    def restart(self, absent: Array) -> None:
+        """Forget the episodes and the fragment; ``absent`` are slots of the environment without an agent."""
         self._state = self.layout.initial
-        self._resets: Array = np.zeros(len(self._numbers), np.bool_)
+        self._resets: Array = absent[self.slots].copy()
         """[N] slots that reset in the next row; without a recurrent state, in row 0 of the next fragment."""
         self._row = self._changed = 0
         """Rows since the restart, and the one before which the version of the weights changed last."""
@@ -293,10 +293,10 @@ class _Lane:
         self._observations = self.environment.reset(seed)
         self.round, self.is_open, self._has_asked = 0, False, False
         for part in self.parts:
-            part.restart()
+            part.restart(self.environment.absent)
 
     def begin(self, arrays: Mapping[str, Arrays] | None, round_: int = 0) -> None:
-        """Begin a fragment in given arrays, by policy, or in new ones."""
+        """Begin a fragment in given or new arrays, by policy."""
         assert self._observations is not None, "reset comes first"
         self.round, self.is_open = round_, True
         for part in self.parts:

@@ -35,6 +35,7 @@ from rillflow_classic.operators.context import PlanContext
 from rillflow_classic.policy import Learner
 from rillflow_classic.running_plan import RunningPlan
 from rillflow_classic.seeds import seed_of
+from rillflow_classic.system import close_all
 from rillflow_classic.worker_set import WorkerCall, WorkerSet
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,13 @@ def drawn_values(bounds: Numbers, generator: np.random.Generator) -> Numbers:
 def make_member(parts: Parts, index: int) -> RunningPlan:
     """Return member ``index``; its actors run in its own process."""
     workers = parts.workers.model_copy(update={"place": "inline"})
-    return RunningPlan(replace(parts, workers=workers, seed=seed_of(parts.seed, index)), ExitStack())
+    own = replace(
+        parts,
+        workers=workers,
+        seed=seed_of(parts.seed, index),
+        first_copy=parts.first_copy + index * parts.num_copies,
+    )
+    return RunningPlan(own, ExitStack())
 
 
 class PopulationSystem:
@@ -162,6 +169,10 @@ class PopulationSystem:
         """Return the result of a method of every actor of the best member."""
         found: list[Any] = self._read(self.best, "ask_actors", method, *arguments)
         return found
+
+    def close_environments(self) -> None:
+        """See RunningPlan."""
+        close_all(self.members.call_all("close_environments"))
 
     def state(self) -> State:
         """Return scores and settings, and the states of all members."""

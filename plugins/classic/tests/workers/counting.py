@@ -24,6 +24,7 @@ class CountingEnvironment:
         self.agents = tuple(agents or [""] * num_slots)
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
         self.action_space = gymnasium.spaces.Discrete(100)
+        self.absent = np.zeros(num_slots, np.bool_)
         self._lengths = length + np.arange(num_slots)
         self.seeds: list[int] = []
         self.is_closed = False

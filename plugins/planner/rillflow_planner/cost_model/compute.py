@@ -1,8 +1,8 @@
 """Compute: seconds of training and scoring whole rows on a grid.
 
-rows ─ dp ─> tokens of the busiest replica ─> micro-batches ─> 1F1B over pp ─┬─ matrix products and attention
-                                                                             ├─ collectives of tp, ep
-                                                                             └─ all-gathers of shards
+rows ─ dp ─> tokens of the busiest replica ─> micro-batches ─> a layer ─┬─ matrix products and attention
+                                                                        └─ launches, collectives of tp, cp, ep
+layers of the fullest stage, head on the last ─> 1F1B over pp; all-gathers of shards beside it
 after the last micro-batch: gradient all-reduce over dp, optimiser memory traffic
 """
 
@@ -15,8 +15,16 @@ import numpy as np
 
 from rillflow.errors import PlanError
 from rillflow.placement.grid import Grid, Numbers
-from rillflow_planner.cost_model.grids import copies_of, dense_cuts, dp_stride, expert_cuts, expert_ways
 from rillflow_planner.cost_model.links import Links, all_gather_s, all_reduce_s, all_to_all_s, send_s
+from rillflow_planner.cost_model.options import (
+    StageLayers,
+    copies_of,
+    dense_cuts,
+    dp_stride,
+    expert_cuts,
+    expert_ways,
+    stage_layers,
+)
 from rillflow_planner.hardware import Factors, Fleet
 from rillflow_planner.model_shape import ModelShape
 from rillflow_planner.problem import Problem
@@ -132,17 +140,24 @@ def load_of(
     )
 
 
-def pass_flops(setting: Setting, load: Load) -> Numbers:
-    """Return the FLOPs of one forward pass: 2 per parameter and token, 2 (d + v) per head, layer, token pair.
+def rounds_of(passes: float) -> float:
+    """Return how often a pass launches kernels and collectives: backward as often as forward."""
+    return passes - 1 if passes > FORWARD else 1
+
+
+def head_flops(setting: Setting, load: Load) -> Numbers:
+    """Return the FLOPs of the head in one forward pass: 2 per parameter and token."""
+    return 2.0 * setting.shape.head_parameters * load.tokens
+
+
+def layer_flops(setting: Setting, load: Load) -> Numbers:
+    """Return the FLOPs of a layer's forward pass: 2 per parameter and token, 2 (d + v) per head, token pair.
 
     Causal attention covers half of a row's squared tokens (Kaplan et al., arXiv 2001.08361, 2.1).
     """
-    return setting.token_flops * load.tokens + setting.shape.attention_flops(1.0) * load.squares / 2
-
-
-def products_s(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> Numbers:
-    """Return the seconds of a device's part of the FLOPs, at a share of its peak."""
-    return passes * pass_flops(setting, load) / (grids.pp * grids.tp * setting.peak * share)
+    pairs, context = load.squares / 2, load.squares / 2 / np.maximum(load.seats, 1)
+    attention = setting.shape.attention_flops(pairs, context)
+    return (setting.token_flops * load.tokens - head_flops(setting, load) + attention) / setting.shape.layers
 
 
 def touched_s(setting: Setting, tp: Numbers) -> Numbers:
@@ -156,69 +171,57 @@ def touched_s(setting: Setting, tp: Numbers) -> Numbers:
     return moved / (setting.fleet.device.memory_bandwidth * setting.factors.decode_bandwidth)
 
 
-def activations_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Return the memory seconds of activations in the layers of a device."""
-    return passes * load.tokens * setting.shape.layers / grids.pp * touched_s(setting, grids.tp)
+def blocks_s(setting: Setting, load: Load, grids: Grid) -> Numbers:
+    """Return the additional seconds of a layer's forward pass: activations in memory, blocks of attention.
 
-
-def attention_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Return the additional seconds of attention in a device's layers: ``head_token_s`` per head and token.
-
-    Attention runs row by row and head by head. On CPUs such small blocks cost time in proportion to their
-    tokens, for any head size.
+    Attention runs row by row and head by head. On CPUs such small blocks cost ``head_token_s`` per head and
+    token, for any head size.
     """
     heads = setting.shape.heads / grids.tp
-    once = load.seats * setting.shape.layers / grids.pp * heads * setting.factors.head_token_s
-    return passes * once
+    return load.tokens * touched_s(setting, grids.tp) + load.seats * heads * setting.factors.head_token_s
 
 
-def launches_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Return the launch seconds of a pass and its layers for every micro-batch; expert layers take longer.
-
-    A backward pass counts as one launch, although it computes as much as two forward passes.
-    """
+def launches_s(setting: Setting, load: Load) -> Numbers:
+    """Return the launch seconds of a layer's forward pass for every micro-batch; experts take longer."""
     shape, factors = setting.shape, setting.factors
-    layers, mixed = np.ceil(shape.layers / grids.pp), np.ceil(shape.mixture_layers / grids.pp)
-    once = factors.pass_s + layers * factors.launch_s + mixed * factors.expert_launch_s
-    return (passes - 1 if passes > FORWARD else 1) * load.micro_batches * once
+    once = factors.launch_s + factors.expert_launch_s * shape.mixture_layers / shape.layers
+    return load.micro_batches * once
 
 
-def tensor_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Return the seconds of tensor parallelism: 2 all-reduces of every layer's activations in each pass.
+def tensor_s(setting: Setting, load: Load, grids: Grid) -> Numbers:
+    """Return the seconds of tensor parallelism in a layer's forward pass: 2 all-reduces of its activations.
 
     Shoeybi et al., arXiv 1909.08053, 3: one after attention, one after the feed-forward block. The backward
-    pass has as many as the forward pass, so FLOPs of 3 passes come with collectives of 2.
+    pass has as many as the forward pass.
     """
-    layers = setting.shape.layers / grids.pp
-    rounds = 2 * layers * (passes - 1 if passes > FORWARD else 1)
     sent = load.tokens / load.micro_batches * setting.shape.hidden * setting.item_bytes
-    return rounds * load.micro_batches * all_reduce_s(setting.links, sent, grids.tp)
+    return 2 * load.micro_batches * all_reduce_s(setting.links, sent, grids.tp)
 
 
-def context_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
+def context_s(setting: Setting, load: Load, grids: Grid) -> Numbers:
     """Return the seconds of context parallelism: each layer gathers the row's other keys and values per
-    pass.
+    pass. Source: ring attention, arXiv 2310.01889.
     """
     shape = setting.shape
-    numbers = shape.cached_numbers / shape.layers / (1 if shape.latent else grids.tp)
+    numbers = shape.layer_cache / (1 if shape.latent else grids.tp)
     gathered = load.tokens / load.micro_batches * grids.cp * numbers * setting.item_bytes
-    rounds = shape.layers / grids.pp * load.micro_batches * passes
-    return rounds * all_gather_s(setting.links, gathered, grids.cp, grids.tp)
+    gathers = load.micro_batches * shape.attending_layers / shape.layers  # the mean over all layers
+    return gathers * all_gather_s(setting.links, gathered, grids.cp, grids.tp)
 
 
-def experts_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Return the seconds of expert parallelism: 2 all-to-alls per layer and pass, to the experts and back.
+def experts_s(setting: Setting, load: Load, grids: Grid) -> Numbers:
+    """Return the seconds of expert parallelism in a layer's forward pass: to the experts and back.
 
-    Every device sends k copies of its tokens (Lepikhin et al., arXiv 2006.16668). ``tensor_s`` counts passes
-    in the same way.
+    Two all-to-alls, in which every device sends k copies of its tokens (Lepikhin et al., arXiv 2006.16668).
+    The mean over all layers, some of which may be dense. The backward pass has as many as the forward pass.
     """
     shape = setting.shape
     if not shape.is_mixture:
         return 0.0
-    rounds = 2 * shape.mixture_layers / grids.pp * (passes - 1 if passes > FORWARD else 1)
     tokens = load.tokens / load.micro_batches / grids.tp
     sent = tokens * shape.experts_per_token * shape.hidden * setting.item_bytes
-    return rounds * load.micro_batches * all_to_all_s(setting.links, sent, grids.ep)
+    each = 2 * shape.mixture_layers / shape.layers * load.micro_batches
+    return each * all_to_all_s(setting.links, sent, grids.ep)
 
 
 def pipeline_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
@@ -228,18 +231,22 @@ def pipeline_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numb
     return ways * load.micro_batches * send_s(setting.links, sent, grids.pp, grids.tp)
 
 
-def bubble(load: Load, grids: Grid) -> Numbers:
-    """Return the pipeline bubble as a share of the work: (N - 1) / M for N stages and M micro-batches.
+def stage_parameters(setting: Setting, grids: Grid, dense_cuts: Numbers, expert_cuts: Numbers) -> Numbers:
+    """Return a device's parameters on the fullest pipeline stage, cut outside and inside experts.
 
-    1F1B (Narayanan et al., arXiv 2104.04473, 2.2): (M + N - 1)(f + b) instead of M (f + b).
+    The first stage has the embedding, and may have fewer layers than the next one.
     """
-    return (grids.pp - 1) / load.micro_batches
+    shape, stages = setting.shape, stages_of(setting, grids)
+    dense, routed = shape.trunk_parameters / dense_cuts, shape.routed_parameters / expert_cuts
+    layer = (dense + routed) / shape.layers
+    first = stages.first * layer + shape.vocabulary * shape.hidden / dense_cuts
+    whole = shape.shared_parameters / dense_cuts + routed
+    return np.where(np.greater(grids.pp, 1), np.maximum(first, stages.most * layer), whole)
 
 
-def stage_parameters(shape: ModelShape, grids: Grid) -> Numbers:
-    """Return the parameters of one pipeline stage that one device computes with, after gathering shards."""
-    dense = shape.shared_parameters / (grids.pp * grids.tp)
-    return dense + shape.routed_parameters / (grids.pp * expert_ways(grids))
+def stages_of(setting: Setting, grids: Grid) -> StageLayers:
+    """Return the layers of the stages of a model on these grids."""
+    return stage_layers(setting.shape.layers, grids.pp, setting.problem.layouts)
 
 
 def gathers_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
@@ -248,8 +255,9 @@ def gathers_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbe
     Zhao et al., arXiv 2304.11277: gradients are also reduce-scattered after each micro-batch, at the cost of
     an all-gather. Every layer is one collective, and so are the parameters outside layers.
     """
-    each = np.ceil(setting.shape.layers / grids.pp) + 1
-    weights = stage_parameters(setting.shape, grids) * setting.item_bytes / each
+    each = stages_of(setting, grids).most + 1
+    held = stage_parameters(setting, grids, grids.tp, expert_ways(grids))
+    weights = held * setting.item_bytes / each
     gather = all_gather_s(setting.links, weights, copies_of(grids), dp_stride(grids))
     if passes > FORWARD:
         gradients = weights / setting.item_bytes * GRADIENT_BYTES
@@ -264,24 +272,23 @@ def gradients_s(setting: Setting, grids: Grid) -> Numbers:
     pass.
     """
     shape, links = setting.shape, setting.links
-    dense = GRADIENT_BYTES * shape.shared_parameters / (grids.pp * grids.tp)
-    found = all_reduce_s(links, dense, copies_of(grids), dp_stride(grids))
+    held = stage_parameters(setting, grids, grids.tp, np.inf)
+    found = all_reduce_s(links, GRADIENT_BYTES * held, copies_of(grids), dp_stride(grids))
     if shape.is_mixture:
-        routed = GRADIENT_BYTES * shape.routed_parameters / (grids.pp * expert_ways(grids))
-        copies = np.maximum(copies_of(grids) * grids.tp / expert_ways(grids), 1)
-        found = found + all_reduce_s(links, routed, copies, expert_ways(grids))
+        ways = expert_ways(grids)
+        routed = GRADIENT_BYTES * shape.routed_parameters / shape.layers * stages_of(setting, grids).most
+        copies = np.maximum(copies_of(grids) * grids.tp / ways, 1)
+        found = found + all_reduce_s(links, routed / ways, copies, ways)
     agreed = AGREEMENTS * all_gather_s(links, 0.0, copies_of(grids), dp_stride(grids))
     return agreed + np.where(grids.is_sharded, 0.0, found)
 
 
 def optimized_parameters(setting: Setting, grids: Grid) -> Numbers:
     """Return the parameters whose optimiser state a device keeps: all it holds, or its ZeRO-1 shard."""
-    shape = setting.shape
     zero1 = setting.problem.hardware.engine.zero1
     cut = np.where(np.logical_and(zero1, np.logical_not(grids.is_sharded)), copies_of(grids), 1.0)
     spread = np.where(cut > 1, np.maximum(copies_of(grids) * grids.tp / expert_ways(grids), 1), 1.0)
-    dense = shape.shared_parameters / dense_cuts(grids) / cut
-    return dense + shape.routed_parameters / expert_cuts(grids) / spread
+    return stage_parameters(setting, grids, dense_cuts(grids) * cut, expert_cuts(grids) * spread)
 
 
 def optimizer_s(setting: Setting, grids: Grid) -> Numbers:
@@ -295,22 +302,46 @@ def optimizer_s(setting: Setting, grids: Grid) -> Numbers:
     return held * moved / (setting.fleet.device.memory_bandwidth * factors.decode_bandwidth)
 
 
-def work_s(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> Numbers:
-    """Return the seconds of all micro-batches on a pipeline stage: products and what goes with each layer."""
-    work = products_s(setting, load, grids, passes, share)
-    for term in (activations_s, attention_s, launches_s, tensor_s, experts_s, context_s):
-        work = work + term(setting, load, grids, passes)
-    return work
+@dataclass(frozen=True, kw_only=True)
+class PassWork:
+    """Seconds of all micro-batches of one load on the devices of a pipeline."""
+
+    layer_s: Numbers
+    """In each layer of a stage."""
+    head_s: Numbers
+    """In the head, on the last stage."""
+    stage_s: Numbers
+    """In a stage, whatever its layers."""
+
+    def of(self, layers: Numbers, heads: int = 0) -> Numbers:
+        """Return the seconds of a stage with these layers, and the head if it has it."""
+        return layers * self.layer_s + heads * self.head_s + self.stage_s
+
+
+def work_of(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> PassWork:
+    """Return the work of a load: products at a share of the peak, and what goes with each layer."""
+    rounds, speed = rounds_of(passes), grids.tp * setting.peak * share
+    launched = launches_s(setting, load) + tensor_s(setting, load, grids) + experts_s(setting, load, grids)
+    computed = layer_flops(setting, load) / speed + blocks_s(setting, load, grids)
+    return PassWork(
+        layer_s=passes * (computed + context_s(setting, load, grids)) + rounds * launched,
+        head_s=passes * head_flops(setting, load) / speed,
+        stage_s=rounds * load.micro_batches * setting.factors.pass_s,
+    )
 
 
 def passes_s(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> Numbers:
     """Return the seconds of all micro-batches of one load, including the pipeline bubble and gathers.
 
-    A share ``hidden`` of the gathers overlaps with the work; that share only counts if it takes longer than
-    the work.
+    1F1B (Narayanan et al., arXiv 2104.04473, 2.2): the first micro-batch passes all stages, and then each of
+    the other M - 1 takes as long as the fullest stage. A share ``hidden`` of the gathers overlaps with the
+    work; that share only counts if it takes longer than the work.
     """
+    work, stages = work_of(setting, load, grids, passes, share), stages_of(setting, grids)
     sent_s = pipeline_s(setting, load, grids, passes)
-    drained = (work_s(setting, load, grids, passes, share) + sent_s) * (1 + bubble(load, grids))
+    fullest = np.maximum(work.of(stages.most), work.of(stages.last, 1)) + sent_s
+    every = grids.pp * (work.stage_s + sent_s) + setting.shape.layers * work.layer_s + work.head_s
+    drained = fullest + (every - fullest) / load.micro_batches
     gathers, hidden = gathers_s(setting, load, grids, passes), setting.factors.hidden
     return np.maximum(drained, hidden * gathers) + (1 - hidden) * gathers
 

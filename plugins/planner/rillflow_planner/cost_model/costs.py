@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge, Stage
 from rillflow.placement.fused.problem import FusedProblem
 from rillflow.placement.grid import Grid, Numbers
@@ -22,9 +23,17 @@ from rillflow.placement.plan import SAMPLER
 from rillflow_planner.cost_model import fused, generation, memory, transfers
 from rillflow_planner.cost_model.compute import Setting, score_s, train_s
 from rillflow_planner.cost_model.generation import Decoder
-from rillflow_planner.cost_model.grids import Option, grids_of
 from rillflow_planner.cost_model.links import Links
-from rillflow_planner.cost_model.options import copy_sizes, copy_sizes_of, grids, undominated
+from rillflow_planner.cost_model.options import (
+    Option,
+    copy_sizes,
+    copy_sizes_of,
+    divisors,
+    grids,
+    grids_of,
+    stage_layers,
+    undominated,
+)
 from rillflow_planner.problem import Problem, Unit, Work
 
 _GROUPS = 256
@@ -44,10 +53,11 @@ class CostModel:
 
     def __init__(self, problem: Problem, fused_rounds: int = fused.ROUNDS) -> None:
         self._problem, self._fused_rounds = problem, fused_rounds
+        self._parts: dict[tuple[str, str, Grid], fused.UpdatePart] = {}
         self._schedules: dict[FusedProblem, tuple[float, float]] = {}
         self._options: dict[tuple[str, str, int], tuple[tuple[Option, ...], float]] = {}
         self._decoders: dict[tuple[str, int, str, int, float], Decoder | None] = {}
-        self._batches_s: dict[tuple[int, int, Decoder, int], float] = {}
+        self._batches_s: dict[tuple[int, int, bool, Decoder, int], float] = {}
 
     def options(self, unit: Unit, fleet: str, devices: int) -> tuple[Option, ...]:
         """Return the options of a unit on exactly these devices that are Pareto-optimal in seconds and bytes.
@@ -69,7 +79,15 @@ class CostModel:
         for known in self._options.get((unit.name, fleet, devices), ((), 0.0))[0]:
             if (known.grid, known.generate_tp) == (grid, generate_tp):
                 return known
-        found = [(grid, generate_tp)]
+        found, layouts = [(grid, generate_tp)], self._problem.layouts
+        if stage_layers(unit.shape.layers, grid.pp, layouts).last < 1:
+            less = max(pp for pp in divisors(unit.shape.layers) if pp < grid.pp)
+            raise PlanError(
+                f"the {unit.shape.layers} layers of {unit.name} are spread over pp {grid.pp}",
+                why="every pipeline stage needs a layer, and all stages have the same number"
+                + ("; only the first and the last may have fewer" if layouts.short_ends else ", or one less"),
+                fix=f"take a smaller pp, such as {less}",
+            )
         return _picked(self._laid(unit, fleet, found), found, 0)
 
     def every_option(self, unit: Unit, fleet: str, devices: int) -> list[Option]:
@@ -78,20 +96,17 @@ class CostModel:
         laid = self._laid(unit, fleet, found)
         return [_picked(laid, found, place) for place in range(len(found))]
 
-    def parts(self, unit: Unit, fleet: str, grids: Sequence[Grid]) -> list[fused.UpdatePart]:
-        """Return the update of a unit on each of these grids, as a part of a fused stage."""
-        return fused.parts_of(self._setting(unit, fleet), grids, unit.name)
-
-    def activations_room_bytes(self, fleet: str, options: Mapping[str, Option]) -> float:
-        """Return a device's bytes for activations beside the state of a pool's units."""
-        return self.room_bytes(fleet, {}) - sum(one.resident_bytes for one in options.values())
-
     def fused_stage(
         self, fleet: str, options: Mapping[str, Option], pair: Sequence[Unit]
     ) -> tuple[list[fused.UpdatePart], FusedProblem]:
         """Return the two updates of a fused stage, and the problem that its schedule solves."""
-        parts = [self.parts(unit, fleet, [options[unit.name].grid])[0] for unit in pair]
-        return parts, fused.fused_problem(*parts, room_bytes=self.activations_room_bytes(fleet, options))
+        for unit in pair:
+            place = unit.name, fleet, options[unit.name].grid
+            if place not in self._parts:
+                self._parts[place] = fused.part_of(self._setting(unit, fleet), place[-1], unit.name)
+        parts = [self._parts[unit.name, fleet, options[unit.name].grid] for unit in pair]
+        room = self.room_bytes(fleet, {}) - sum(one.resident_bytes for one in options.values())
+        return parts, fused.fused_problem(*parts, room_bytes=room)
 
     def fused(self, fleet: str, options: Mapping[str, Option], pair: Sequence[Unit]) -> Mapping[str, Option]:
         """Return the options of a pool, two of whose units update in one fused stage.
@@ -147,22 +162,28 @@ class CostModel:
 
     def generate_s(self, stage: Stage, decoder: Decoder) -> float:
         """Return the seconds until the last of the stage's rows has ended."""
-        return self._batch_s(self._rows(stage), decoder)
+        rows = self._rows(stage)
+        return self._batch_s(rows, decoder, longest_of=rows, is_busiest=True)
 
     def worked_s(self, stage: Stage, decoder: Decoder) -> float:
         """Return the seconds until the last row of a replica has ended, averaged over replicas."""
         rows = self._rows(stage)
         return self._batch_s(rows, decoder, longest_of=math.ceil(rows / decoder.replicas))
 
-    def _batch_s(self, rows: int, decoder: Decoder, longest_of: int = 0) -> float:
-        """Return the seconds until a replica's rows end; the last is the longest of ``longest_of`` rows."""
+    def _batch_s(self, rows: int, decoder: Decoder, *, longest_of: int, is_busiest: bool = False) -> float:
+        """Return the seconds until a replica's rows end; the last is the longest of ``longest_of`` rows.
+
+        The busiest replica also has more tokens than others, unless the lengths of all rows are known.
+        """
         workload, count = self._problem.workload, math.ceil(rows / decoder.replicas)
-        lengths = generation.replica_lengths(workload.response, count, longest_of or rows)
+        lengths = generation.replica_lengths(workload.response, count, longest_of)
         slots = generation.at_once(workload, decoder, lengths)
-        batch = (rows, longest_of, replace(decoder, capacity_tokens=0), slots)
+        batch = (rows, longest_of, is_busiest, replace(decoder, capacity_tokens=0), slots)
         if batch not in self._batches_s:
+            if is_busiest and not workload.response.in_order:
+                lengths = generation.busiest_lengths(workload.response, lengths, decoder.replicas)
             drained_s = generation.drain_s(workload, decoder, lengths, slots)
-            self._batches_s[batch] = self._begun_s(rows, decoder, len(lengths)) + drained_s
+            self._batches_s[batch] = self._begun_s(rows, decoder) + drained_s
         return self._batches_s[batch]
 
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
@@ -177,8 +198,10 @@ class CostModel:
         workload, rows, engine = self._problem.workload, self._rows(stage), self._problem.hardware.engine
         if not engine.interrupts:
             steps = max(self._problem.freshness, 1) if engine.drains else self._problem.freshness + 1
-            beside = 0 if engine.drains else math.ceil(steps * rows / decoder.replicas)
-            return self._batch_s(round(steps * rows), decoder, longest_of=beside) / steps
+            drained = round(steps * rows)
+            beside = drained if engine.drains else math.ceil(drained / decoder.replicas)
+            spent_s = self._batch_s(drained, decoder, longest_of=beside, is_busiest=engine.drains)
+            return spent_s / steps
         ahead = self._problem.freshness + (0.5 if engine.counts else 1)
         running = self._running(ahead * rows, decoder)
         decoded_s = rows * workload.response.mean / (decoder.replicas * running)
@@ -224,10 +247,10 @@ class CostModel:
         context = running * self._problem.workload.running_tokens
         return decoder.advance_s(running, context - running / 2, 1.0)
 
-    def _begun_s(self, rows: int, decoder: Decoder, entered: float = 0.0) -> float:
+    def _begun_s(self, rows: int, decoder: Decoder) -> float:
         """Return the seconds in which a replica admits its part of these rows and prefills their prompts."""
         read = generation.prompt_tokens(self._problem.workload, rows, decoder.replicas)
-        entry_s = decoder.begin_s + (entered or rows / decoder.replicas) * decoder.row_begin_s
+        entry_s = decoder.begin_s + math.ceil(rows / decoder.replicas) * decoder.row_begin_s
         return entry_s + decoder.prefill_s(read)
 
     def function_s(self, stage: Stage, devices: int) -> float:
@@ -249,14 +272,6 @@ class CostModel:
         setting = self._setting(sampler.unit, source.pool.machine_type)
         return transfers.apart_s(setting, self._slower_links(source, sampler), source, sampler)
 
-    def crossing_side_s(self, unit: Unit, option: Option, fleet: str) -> float:
-        """Return the seconds to send weights to a separate sampler, as far as one side limits it."""
-        setting, grid = self._setting(unit, fleet), option.grid
-        is_part = max(grid.devices, option.generate_tp) < setting.links.per_machine
-        rate = setting.links.inside if is_part else setting.links.between
-        shards = grid.pp * grid.tp * (grid.dp if grid.is_sharded else 1)
-        return setting.shape.parameters * setting.item_bytes / float(option.generate_tp or shards) / rate
-
     def _slower_links(self, *seats: transfers.Seat) -> Links:
         """Return the links of the machine type with the slower network."""
         hardware = self._problem.hardware
@@ -277,6 +292,8 @@ class CostModel:
         if place in self._options:
             return self._options[place]
         found = self._ways(unit, fleet, devices)
+        if not found:
+            return self._options.setdefault(place, ((), math.inf))
         setting, laid = self._setting(unit, fleet), self._laid(unit, fleet, found)
         seconds, tp = sum(laid.seconds.values()), np.array(laid.generate_tp)
         row = setting.workload.longest_tokens * generation.cached_bytes(setting, np.maximum(tp, 1))
@@ -294,15 +311,19 @@ class CostModel:
 
     def _ways(self, unit: Unit, fleet: str, devices: int) -> list[tuple[Grid, int]]:
         """Return every grid of these devices with every size of a generation copy."""
-        layouts = self._problem.layouts
-        if unit.name == SAMPLER:
-            return [(Grid(dp=devices // tp, tp=tp), tp) for tp in copy_sizes(unit.shape, devices, layouts)]
-        generates = bool(self._problem.generating.intersection(unit.stages))
+        layouts, shape, workload = self._problem.layouts, unit.shape, self._problem.workload
         machine = min(self._problem.hardware.fleet(fleet).per_machine, devices)
+        if unit.name == SAMPLER:
+            sizes = copy_sizes(shape, devices, machine, layouts)
+            return [(Grid(dp=devices // tp, tp=tp), tp) for tp in sizes]
+        generates = bool(self._problem.generating.intersection(unit.stages))
+        trains = bool(self._problem.training.intersection(unit.stages))
+        rows = workload.rows // (workload.minibatches if trains else 1)
         return [
             (grid, tp)
-            for grid in grids(unit.shape, devices, machine, layouts)
-            for tp in (copy_sizes_of(unit.shape, grid, layouts) if generates else (0,))
+            for grid in grids(shape, devices, machine, layouts)
+            if not layouts.equal_rows or rows % grid.dp == 0
+            for tp in (copy_sizes_of(shape, grid, machine, layouts) if generates else (0,))
         ]
 
     def _laid(self, unit: Unit, fleet: str, found: Sequence[tuple[Grid, int]]) -> Option:

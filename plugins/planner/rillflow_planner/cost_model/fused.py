@@ -6,15 +6,13 @@ room on a device ─────────────────────
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rillflow.placement.fused.problem import FusedProblem, Pipeline, even, lower_bound
+from rillflow.placement.fused.problem import FusedProblem, Pipeline, lower_bound
 from rillflow.placement.fused.solve import quick_schedule
 from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model import compute, memory
 from rillflow_planner.cost_model.compute import RECOMPUTED, TRAINING, Setting
-from rillflow_planner.cost_model.grids import grids_of
 
 ROUNDS = 4
 """Rounds of a search for a schedule; 0 takes the lower bound instead of a schedule."""
@@ -36,39 +34,45 @@ class UpdatePart:
     """Seconds of a step's whole update without fusion."""
 
 
-def parts_of(setting: Setting, grids: Sequence[Grid], name: str) -> list[UpdatePart]:
-    """Return an update on each of the grids.
+def part_of(setting: Setting, grid: Grid, name: str) -> UpdatePart:
+    """Return an update on a grid.
 
     Raises:
         PlanError: a pass takes no time.
     """
-    laid, workload = grids_of(*grids), setting.workload
     load, passes = (
-        compute.training_load(setting, laid),
+        compute.training_load(setting, grid),
         RECOMPUTED if setting.problem.recomputes else TRAINING,
     )
-    work = compute.work_s(setting, load, laid, passes, setting.factors.train_flops)
-    forward_s = workload.gradient_share * work / load.micro_batches / passes
-    send_s = compute.pipeline_s(setting, load, laid, passes) / load.micro_batches / 2
-    beside = memory.training_bytes(setting, laid, 0)
-    numbers = {
-        "count": load.micro_batches,
-        "forward_s": forward_s,
-        "send_s": send_s,
-        "activation_bytes": memory.training_bytes(setting, laid, 1) - beside,
-        "beside_s": compute.beside_s(setting, load, laid),
-        "beside_bytes": beside,
-        "alone_s": compute.train_s(setting, laid),
-    }
-    found = []
-    for place, grid in enumerate(grids):
-        one = {key: float(column[place]) for key, column in numbers.items()}
-        passed = {key: one[key] for key in ("forward_s", "send_s", "activation_bytes")}
-        passed |= {"backward_s": (passes - 1) * one["forward_s"]}
-        made = even(name, stages=grid.pp, micro_batches=int(one["count"]), **passed)
-        beside_them = {key: one[key] for key in ("beside_s", "beside_bytes", "alone_s")}
-        found.append(UpdatePart(pipeline=made, **beside_them))
-    return found
+    work = compute.work_of(setting, load, grid, passes, setting.factors.train_flops)
+    share = float(setting.workload.gradient_share / load.micro_batches / passes)
+    stages, beside = compute.stages_of(setting, grid), float(memory.training_bytes(setting, grid, 0))
+    layer_s, head_s = share * (work.layer_s + work.stage_s / stages.most), share * work.head_s
+    layers = stage_counts(setting.shape.layers, grid.pp, int(stages.first), int(stages.last))
+    forward_s = [float(count * layer_s) for count in layers]
+    forward_s[-1] += float(head_s)
+    pipeline = Pipeline(
+        name=name,
+        micro_batches=int(load.micro_batches),
+        forward_s=tuple(forward_s),
+        backward_s=tuple((passes - 1) * spent for spent in forward_s),
+        send_s=float(compute.pipeline_s(setting, load, grid, passes) / load.micro_batches / 2),
+        activation_bytes=float(memory.training_bytes(setting, grid, 1)) - beside,
+    )
+    return UpdatePart(
+        pipeline=pipeline,
+        beside_s=float(compute.beside_s(setting, load, grid)),
+        beside_bytes=beside,
+        alone_s=float(compute.train_s(setting, grid)),
+    )
+
+
+def stage_counts(layers: int, stages: int, first: int, last: int) -> list[int]:
+    """Return the layers of every stage; earlier ones in the middle have more."""
+    if stages == 1:
+        return [layers]
+    size, more = divmod(layers - first - last, max(stages - 2, 1))
+    return [first, *(size + (place < more) for place in range(stages - 2)), last]
 
 
 def fused_problem(ascending: UpdatePart, descending: UpdatePart, *, room_bytes: float) -> FusedProblem:

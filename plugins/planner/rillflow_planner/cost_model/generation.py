@@ -16,6 +16,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ class Decoder:
 def cached_bytes(setting: Setting, generate_tp: Numbers) -> Any:
     """Return the bytes of one token's keys and values per device of a copy; latents are not sharded."""
     ways = 1 if setting.shape.latent else np.minimum(generate_tp, setting.shape.kv_heads)
-    return setting.shape.cached_numbers * setting.item_bytes / ways
+    return setting.shape.cache_numbers(setting.workload.running_tokens) * setting.item_bytes / ways
 
 
 def decoder_of(setting: Setting, generate_tp: int, devices: int, room_bytes: float) -> Decoder | None:
@@ -128,14 +129,14 @@ def decoder_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
         missed_share=1.0 - shape.experts_per_token / shape.experts if shape.is_mixture else 1.0,
         cache_s=cached / bandwidth,
         row_s=setting.token_flops / tp / decoding,
-        pair_s=shape.attention_flops(1.0) / tp / decoding,
+        pair_s=shape.attention_flops(1.0, workload.running_tokens) / tp / decoding,
         launch_s=factors.decode_token_s + shape.layers * factors.decode_launch_s + latency,
         link_s=one_row - latency + factors.decode_row_s + touched,
         prefill_token_s=setting.token_flops / tp / reading
         + touched
         + (shape.layers * factors.launch_s + latency) / PREFILL_TOKENS
         + (one_row - latency)
-        + shape.attention_flops(1.0) / tp / reading * workload.prompt.mean / 2,
+        + shape.attention_flops(workload.prompt.mean / 2, workload.prompt.mean / 2) / tp / reading,
         hidden=factors.hidden,
         row_begin_s=factors.row_s,
         begin_s=(factors.call_s if devices > 1 else 0.0) + factors.pass_s + shape.layers * factors.launch_s,
@@ -163,6 +164,17 @@ def replica_lengths(response: Lengths, count: int, longest_of: int) -> NDArray[n
     *others, last = response.spread(count)
     longest = float(response.longest(longest_of).mean())
     return np.array([*others, max(longest, last) if longest_of > count else longest])
+
+
+def busiest_lengths(response: Lengths, lengths: NDArray[np.float64], replicas: int) -> NDArray[np.float64]:
+    """Return a replica's lengths, longer as in the one of many replicas that has the most tokens.
+
+    A sum of n lengths has the deviation ``sqrt(n) s``; the largest of R sums lies z deviations above the
+    mean, where ``N(z) = 0.5^(1 / R)``.
+    """
+    deviation = math.sqrt(max(response.mean_square - response.mean**2, 0.0))
+    more = NormalDist().inv_cdf(0.5 ** (1.0 / replicas)) * deviation / math.sqrt(len(lengths))
+    return np.minimum(lengths * (1 + max(more, 0.0) / response.mean), max(lengths[-1], 1.0))
 
 
 def prompt_tokens(workload: Workload, rows: int, replicas: int) -> float:

@@ -11,19 +11,25 @@ import numpy as np
 
 from rillflow.placement.activations import MOST_LOGITS, NARROW, kept_numbers
 from rillflow.placement.grid import Grid, Numbers
-from rillflow_planner.cost_model.compute import GRADIENT_BYTES, Load, Setting, load_of, optimized_parameters
-from rillflow_planner.cost_model.grids import dense_cuts, expert_cuts, expert_ways
-from rillflow_planner.model_shape import ModelShape
+from rillflow_planner.cost_model.compute import (
+    GRADIENT_BYTES,
+    Load,
+    Setting,
+    load_of,
+    optimized_parameters,
+    stage_parameters,
+)
+from rillflow_planner.cost_model.options import dense_cuts, expert_cuts, expert_ways
 
 
 def weight_bytes(setting: Setting, grids: Grid) -> Numbers:
     """Return the bytes of the weights in their compute dtype, [grids]."""
-    return held_parameters(setting.shape, grids) * setting.item_bytes
+    return held_parameters(setting, grids) * setting.item_bytes
 
 
-def held_parameters(shape: ModelShape, grids: Grid) -> Numbers:
-    """Return the parameters a device keeps after sharding by tp, pp, ep and fsdp, averaged over stages."""
-    return shape.shared_parameters / dense_cuts(grids) + shape.routed_parameters / expert_cuts(grids)
+def held_parameters(setting: Setting, grids: Grid) -> Numbers:
+    """Return the parameters a device of the fullest stage keeps after sharding by tp, pp, ep and fsdp."""
+    return stage_parameters(setting, grids, dense_cuts(grids), expert_cuts(grids))
 
 
 def optimizer_bytes(setting: Setting, grids: Grid) -> Numbers:
@@ -37,7 +43,7 @@ def optimizer_bytes(setting: Setting, grids: Grid) -> Numbers:
 
 def gradient_bytes(setting: Setting, grids: Grid) -> Numbers:
     """Return bytes of float32 gradients; Rillflow frees them after a step, others keep them."""
-    return held_parameters(setting.shape, grids) * GRADIENT_BYTES
+    return held_parameters(setting, grids) * GRADIENT_BYTES
 
 
 def micro_batch_tokens(setting: Setting, load: Load, grids: Grid, packed: int = 0) -> Numbers:
@@ -95,7 +101,12 @@ def training_bytes(setting: Setting, grids: Grid, micro_batches: int | None = No
     workload = setting.workload
     load = load_of(workload, grids.dp, workload.minibatches, cp=grids.cp)
     tokens = micro_batch_tokens(setting, load, grids)
-    found = activation_bytes(setting, load, grids, micro_batches) + logit_bytes(setting, tokens, grids, 2)
+    logits = logit_bytes(setting, tokens, grids, 2)
+    found = activation_bytes(setting, load, grids, micro_batches)
+    if micro_batches is None:  # the first stage holds micro-batches, the last one and its logits
+        found = np.maximum(found, activation_bytes(setting, load, grids, 1) + logits)
+    else:
+        found = found + logits
     if setting.problem.layouts.is_own:
         gradients, longest = gradient_bytes(setting, grids), workload.prompt.limit + workload.response.limit
         rows = np.ceil(workload.rows / workload.minibatches / grids.dp)

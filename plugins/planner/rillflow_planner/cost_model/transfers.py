@@ -14,8 +14,8 @@ from rillflow.placement.grid import Grid, Numbers
 from rillflow.placement.plan import PlannedPool
 from rillflow_planner.cost_model.compute import Setting
 from rillflow_planner.cost_model.generation import Decoder
-from rillflow_planner.cost_model.grids import Option, dense_cuts
 from rillflow_planner.cost_model.links import Links, all_gather_s
+from rillflow_planner.cost_model.options import Option, dense_cuts
 from rillflow_planner.problem import Unit
 from rillflow_planner.workload import Workload
 
@@ -54,7 +54,7 @@ def rows_s(
     """Return the seconds to send rows from the dp ranks of one pool to those of another.
 
     ``T / (min(dp, dp') rate)``: the smaller side's number of ranks sends in parallel. Copies within a replica
-    are made inside the pool and are not counted.
+    are made inside the pool and are not counted. Source: OneFlow's split to split, arXiv 2110.15032.
     """
     total = workload.rows * sum(field_bytes(workload, field) for field in fields)
     ranks: int = min(source.option.grid.dp, destination.option.grid.dp)
@@ -67,7 +67,8 @@ def received_in_place(total_bytes: Numbers, grids: Grid, generate_tp: Numbers) -
     HybridFlow, arXiv 2409.19256, table 2, with p_g = 1: a rank's training shard lies within its generation
     shard, so only the rest is sent. With parameters also sharded over dp: ``M / t_g - M / (t p d)``.
     """
-    return np.maximum(np.divide(total_bytes, generate_tp) - total_bytes / dense_cuts(grids), 0.0)
+    held = total_bytes / (grids.pp * dense_cuts(grids))
+    return np.maximum(np.divide(total_bytes, generate_tp) - held, 0.0)
 
 
 def in_place_s(setting: Setting, grids: Grid, generate_tp: Numbers) -> Numbers:
@@ -78,7 +79,7 @@ def in_place_s(setting: Setting, grids: Grid, generate_tp: Numbers) -> Numbers:
     total = setting.shape.parameters * setting.item_bytes
     if setting.problem.refits and setting.factors.refit:
         return total / setting.factors.refit
-    ways = np.maximum(dense_cuts(grids) / generate_tp, 1.0)
+    ways = np.maximum(grids.pp * dense_cuts(grids) / generate_tp, 1.0)
     missing = received_in_place(total, grids, generate_tp)
     gathered = np.where(ways > 1, missing * ways / np.maximum(ways - 1, 1e-9), 0.0)
     return all_gather_s(setting.links, gathered, ways)

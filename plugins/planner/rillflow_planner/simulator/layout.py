@@ -3,14 +3,14 @@
 problem, costs, plan ─ evaluate ─> seconds, transfers, seats, decoders ─┬─> tasks of a step, a batch, a group
                                                                         └─> replicas
 
-When rows flow, training works in **batches**. A batch is a step's rows, or the rows of m minibatches if
-weights are published every m, or the rows of one minibatch if the plan streams.
+When rows flow, training works in **batches**. A batch is a step's rows, or the rows of n minibatches if the
+plan streams n at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,34 +19,14 @@ from rillflow.placement.plan import SAMPLER, Plan
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.generation import Decoder
 from rillflow_planner.cost_model.transfers import Seat
-from rillflow_planner.evaluate import StepEvaluation, evaluate
+from rillflow_planner.evaluate import StageTask, StepEvaluation, evaluate, tasks_of
 from rillflow_planner.problem import Problem, Work
-from rillflow_planner.schedule import StageTask, tasks_of
 from rillflow_planner.simulator.draws import Row, rows_of
 from rillflow_planner.simulator.replica import Replica
 from rillflow_planner.workload import require_within
 
 _GREEDY = "greedy"
 """Endpoint that answers every prompt once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Assumptions of a simulation in addition to the plan.
-
-    Example:
-        Settings(parts=4)
-    """
-
-    parts: int = 0
-    """Number of parts of a step's rows that move on in order, as in real runs; one version samples each step.
-    With 0, complete groups move on if the plan lets rows flow.
-    """
-    functions: Mapping[str, str] = field(default_factory=dict)
-    """Pool whose ranks compute a function, by role; other functions run outside all devices."""
-
-    def __post_init__(self) -> None:
-        require_within("parts", self.parts, 0, 1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +39,17 @@ class Layout:
     """Cost model of the step."""
     plan: Plan
     """Placement of the units."""
-    settings: Settings
-    """Additional assumptions."""
-    seed: int
+    seed: int = 0
     """Seed of all draws."""
+    parts: int = 0
+    """Number of parts of a step's rows that move on in order, as in real runs; one version samples each step.
+    With 0, complete groups move on if the plan lets rows flow.
+    """
+    functions: Mapping[str, str] = field(default_factory=dict)
+    """Pool whose ranks compute a function, by role; other functions run outside all devices."""
+
+    def __post_init__(self) -> None:
+        require_within("parts", self.parts, 0, 1_000_000)
 
     @cached_property
     def evaluation(self) -> StepEvaluation:
@@ -111,27 +98,15 @@ class Layout:
         return tuple(found)
 
     @property
-    def parts(self) -> int:
-        """Number of parts of a step's rows that move on in order."""
-        return max(1, self.settings.parts)
-
-    @property
     def flows(self) -> bool:
         """Whether rows flow from stage to stage as groups end; otherwise steps run in order."""
-        plan = self.plan
-        return not self.settings.parts and (plan.freshness > 0 or plan.streams > 0 or plan.publish_every > 0)
+        return not self.parts and (self.plan.freshness > 0 or self.plan.streams > 0)
 
     @property
     def batches(self) -> int:
         """Number of batches per step."""
         minibatches = self.problem.workload.minibatches
-        return minibatches // (self.plan.streams or self.plan.publish_every or minibatches)
-
-    @property
-    def published(self) -> int:
-        """Number of batches between two publishes."""
-        every = self.plan.publish_every or self.problem.workload.minibatches
-        return every // (self.plan.streams or every)
+        return minibatches // (self.plan.streams or minibatches)
 
     @cached_property
     def generating(self) -> Mapping[int, Seat]:
@@ -158,7 +133,7 @@ class Layout:
     def pool_of(self, stage: int) -> str:
         """Return the pool of a stage; a stage outside devices gets its own name, which no pool has."""
         role = self.problem.graph.stages[stage].role
-        return self.evaluation.timings[stage].pool or self.settings.functions.get(role, f"beside: {stage}")
+        return self.evaluation.timings[stage].pool or self.functions.get(role, f"beside: {stage}")
 
     def decoder(self, stage: int) -> Decoder:
         """Return the decoder of a stage that generates."""
@@ -204,16 +179,15 @@ def require_flow(layout: Layout) -> None:
         PlanError: the plan requests something that is not simulated.
     """
     plan, workload = layout.plan, layout.problem.workload
-    every = plan.publish_every or workload.minibatches
     pools = {layout.pool_of(stage) for stage in layout.generating}
     beside = [name for name, unit in plan.units.items() if unit.pool in pools and name != SAMPLER]
     what = why = ""
     if beside or not pools:
         what = f"generation shares its devices with {', '.join(beside)}"
         why = f"off-policy or streamed generation needs a pool of its own: {SAMPLER}"
-    elif workload.minibatches % every or every % (plan.streams or every) or workload.prompts % layout.batches:
+    elif workload.minibatches % (plan.streams or 1) or workload.prompts % layout.batches:
         parts = f"{workload.minibatches} minibatches of {workload.prompts} prompts"
-        what = f"streams is {plan.streams} and publish_every {plan.publish_every}, with {parts}"
+        what = f"streams is {plan.streams}, with {parts}"
         why = "a step must consist of whole batches with the same number of prompts"
     elif max(plan.oversample_prompts, plan.oversample_samples) > 1.0:
         what = f"oversample_prompts is {plan.oversample_prompts:g}, samples {plan.oversample_samples:g}"
@@ -230,3 +204,48 @@ def _shared(task: StageTask, share: float, last: float, apart: Set[int] = frozen
     """Return a share of a task; for inputs from ``apart``, only the last part's transfer counts."""
     inputs = {source: spent * (last if source in apart else share) for source, spent in task.inputs.items()}
     return replace(task, seconds=task.seconds * share, inputs=inputs)
+
+
+def asked(layout: Layout, handed_s: Mapping[int, Sequence[float]]) -> list[StageTask]:
+    """Return the stages of a step in submission order: every stage of the first part, then of the second, ...
+
+    Part p of stage s has the index s + p x number of stages; p is 0 for a stage that takes all rows. These
+    stages run part by part: the policy's generation, and stages that only read such parts (scores, formulas).
+    If the plan streams, updates do too, submitted after all previous stages of their role.
+
+    Args:
+        layout: the simulated plan.
+        handed_s: for each stage that generates, the times when its parts are complete.
+    """
+    stages, work = layout.problem.graph.stages, layout.problem.work
+    kinds = {Work.SCORE, Work.FUNCTION, Work.FORMULA} | ({Work.TRAIN} if layout.plan.streams else set())
+    apart, chains = set[int](), list[list[StageTask]]([[]])
+    for task in layout.tasks:
+        stage, reads = stages[task.stage], set(task.inputs)
+        if task.stage in handed_s:
+            is_apart = not layout.is_greedy(task.stage)
+        else:
+            is_apart = work(stage) in kinds and bool(reads) and reads <= apart
+        roles = {stages[one.stage].role for one in chains[-1]}
+        if not is_apart or (task.stage in layout.problem.training and stage.role in roles):
+            chains.append([])
+        chains[-1].append(task)
+        if is_apart:
+            apart.add(task.stage)
+        else:
+            chains.append([])
+
+    parts = {task.stage: max(layout.parts, 1) if task.stage in apart else 1 for task in layout.tasks}
+
+    def of_part(task: StageTask, part: int) -> StageTask:
+        share, handed, inputs = parts[task.stage], handed_s.get(task.stage, ()), dict[int, float]()
+        seconds = task.seconds / share
+        if handed:
+            seconds = handed[part] - handed[part - 1] if part else handed[0 if share > 1 else -1]
+        for source, spent in task.inputs.items():
+            for one in [part] if share > 1 else range(parts.get(source, 1)):
+                inputs[source + one * len(stages) if source >= 0 else source] = spent / share
+        return replace(task, stage=task.stage + part * len(stages), seconds=seconds, inputs=inputs)
+
+    whole = [(chain, parts[chain[0].stage]) for chain in chains if chain]
+    return [of_part(task, part) for chain, share in whole for part in range(share) for task in chain]

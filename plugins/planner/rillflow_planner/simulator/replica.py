@@ -74,6 +74,7 @@ class Replica:
                 )
             self._waiting.append((row, row.response_tokens))
         self._now_s = now_s
+        self._stall_s += 0.0 if self._running else self._decoder.begin_s
         self._admit()
         self._plan()
 
@@ -145,7 +146,10 @@ class Replica:
         return not self._running or self._context + tokens <= self._decoder.capacity_tokens * (1 - _WATERMARK)
 
     def _admit(self) -> None:
-        """Admit waiting rows in order and prefill their prompts, shared ones once."""
+        """Admit waiting rows in order and prefill their prompts, shared ones once.
+
+        A row that continues after it was preempted was admitted before.
+        """
         fresh = 0.0
         while self._waiting and len(self._running) < self._decoder.most_rows:
             row, left = self._waiting[0]
@@ -156,6 +160,7 @@ class Replica:
             fresh += done if self._shares and self._read[row.prompt] else row.prompt_tokens + done
             self._read[row.prompt] += 1
             self._entered += 1
+            self._stall_s += 0.0 if done else self._decoder.row_begin_s
             heapq.heappush(self._running, (self._gained + left, self._entered, row))
             self._context += row.prompt_tokens + done
             self.peak_tokens = max(self.peak_tokens, self._context)

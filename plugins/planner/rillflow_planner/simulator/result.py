@@ -13,7 +13,7 @@ from enum import StrEnum
 from itertools import accumulate
 from statistics import fmean, linear_regression, median
 
-from rillflow_planner.schedule import BESIDE
+from rillflow_planner.evaluate import BESIDE
 
 WHOLE = 0
 """Lane of work that all devices of a pool do together; replicas have lanes from 1."""

@@ -5,7 +5,7 @@ in order   prompts ─> rounds ─ parts ─> stages in turn ─> step t + k + 1
 flowing    prompts ─> stream ── groups ──> scoring ── groups ──> admission ── batch b ──> stages in turn ─┐
                         ^  ^                                         │                                     │
                         │  └──────────── may a group begin? ─────────┘                                     │
-                        └─────────────── a version of the weights, after c batches <────── publish ────────┘
+                        └─────────────── a version of the weights, after a step     <────── publish ────────┘
 
 stream     consumes prompts, versions; waits for slots, cache, the admission; unblocked by rows that end and
            batches that are formed; produces groups
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -33,11 +33,10 @@ from rillflow.controller.admission import StalenessBound
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.evaluate import BESIDE, Timing, in_turn, last_s
 from rillflow_planner.problem import Problem
-from rillflow_planner.schedule import BESIDE, Timing, in_turn, last_s
-from rillflow_planner.simulator.asking import asked
 from rillflow_planner.simulator.draws import Row
-from rillflow_planner.simulator.layout import Layout, Settings, require_flow
+from rillflow_planner.simulator.layout import Layout, asked, require_flow
 from rillflow_planner.simulator.result import WHOLE, Book, IdleCause, Simulation, pool_times
 from rillflow_planner.simulator.sampling import CountBound, Round, SampleGroup, Stream, played
 
@@ -55,7 +54,8 @@ def simulate(
     *,
     steps: int,
     seed: int = 0,
-    settings: Settings | None = None,
+    parts: int = 0,
+    functions: Mapping[str, str] | None = None,
 ) -> Simulation:
     """Run steps of a plan, event by event.
 
@@ -65,14 +65,17 @@ def simulate(
         plan: placement of the units.
         steps: number of steps from the first one on.
         seed: seed of lengths; the same seed gives the same simulation.
-        settings: additional assumptions.
+        parts: parts of a step's rows that move on in order; see ``Layout``.
+        functions: pool whose ranks compute a function, by role.
 
     Raises:
         PlanError: the plan does not fit, requests something not simulated, or has a row too long for a cache.
     """
     if not 1 <= steps <= MOST_STEPS:
         raise PlanError(f"the number of steps is {steps}", why=f"a simulation has 1 to {MOST_STEPS:,} steps")
-    layout = Layout(problem=problem, costs=costs, plan=plan, settings=settings or Settings(), seed=seed)
+    layout = Layout(
+        problem=problem, costs=costs, plan=plan, seed=seed, parts=parts, functions=functions or {}
+    )
     if layout.flows:
         require_flow(layout)
     elif plan.freshness % 1:
@@ -86,12 +89,13 @@ def enough_steps(problem: Problem, plan: Plan) -> int:
     """Return the number of steps for a good estimate: ``ENOUGH_ROWS`` rows, with freshness twice as many.
 
     With freshness 0, 4 steps are the maximum. With freshness k, steps end in bursts of k + 1, so the number
-    covers whole bursts; the estimate leaves out the first quarter.
+    covers whole bursts, six unless they have too many rows; the estimate leaves out the first quarter.
     """
     if not plan.freshness:
         return max(1, min(4, ENOUGH_ROWS // problem.workload.rows))
     cycle = int(plan.freshness) + 1
-    return 2 * cycle * max(1, ENOUGH_ROWS // (cycle * problem.workload.rows))
+    bursts = ENOUGH_ROWS / (cycle * problem.workload.rows)
+    return 2 * cycle * max(1, int(bursts), min(3, int(4 * bursts)))
 
 
 class _Run:
@@ -251,7 +255,7 @@ class _Flowing(_Run):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        batch = {"prompts": self.workload.prompts // layout.batches, "published": layout.published}
+        batch = {"prompts": self.workload.prompts // layout.batches, "published": layout.batches}
         self._admission = (
             CountBound(freshness=layout.plan.freshness, **batch)
             if layout.problem.hardware.engine.counts
@@ -320,7 +324,7 @@ class _Flowing(_Run):
         begun_s = now + layout.problem.overhead_s / layout.batches
         self.book.write(self._first, WHOLE, IdleCause.DATA, step, now)
         self.book.write(self._first, WHOLE, IdleCause.OVERHEAD, step, begun_s)
-        (version, left), publishing = divmod(batch + 1, layout.published), layout.problem.publishing
+        (version, left), publishing = divmod(batch + 1, layout.batches), layout.problem.publishing
         tasks = [task for task in layout.by_batch if not (left and task.stage in publishing)]
         timings = in_turn(tasks, begin_s=begun_s, free_s=self._free_s)
         self.work(timings, step)
@@ -337,7 +341,7 @@ class _Flowing(_Run):
             self.trained += len(group.rows)
             self._step_tokens += _tokens(group.rows)
             for row in group.rows:
-                self.ages[batch // self.layout.published - group.versions[row.sample]] += 1
+                self.ages[batch // self.layout.batches - group.versions[row.sample]] += 1
         if (batch + 1) % self.layout.batches == 0:
             self.ends.append(now)
             self.tokens.append(self._step_tokens)

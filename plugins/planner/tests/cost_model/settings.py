@@ -8,7 +8,7 @@ from rillflow.graph.graph import Graph, Stage
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import PlannedPool
 from rillflow_planner.cost_model.compute import Setting
-from rillflow_planner.cost_model.grids import Option
+from rillflow_planner.cost_model.options import Option
 from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.hardware import Device, EngineFactors, Factors, Fleet, Hardware
 from rillflow_planner.model_shape import ModelShape

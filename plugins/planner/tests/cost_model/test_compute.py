@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from plugins.planner.tests.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, WORKLOAD, setting
 from rillflow.errors import PlanError
 from rillflow.placement.grid import Grid
+from rillflow.sharding.pipeline import layers_of
 from rillflow_planner.cost_model import compute
-from rillflow_planner.cost_model.grids import grids_of
+from rillflow_planner.cost_model.fused import stage_counts
+from rillflow_planner.cost_model.options import LAYOUTS, grids_of, stage_layers
 from rillflow_planner.hardware import Factors
 from rillflow_planner.workload import Lengths, Packing
 
@@ -54,9 +56,55 @@ def test_training_is_three_forwards_and_one_more_where_activations_are_recompute
 
 @given(stages=st.sampled_from([1, 2, 4, 8]), micro_batches=st.integers(1, 64))
 def test_a_pipeline_idles_for_all_stages_but_one(stages: int, micro_batches: int) -> None:
-    load = compute.Load(tokens=1.0, squares=1.0, seats=1.0, micro_batches=float(micro_batches))
-    drained = micro_batches * (1 + float(compute.bubble(load, grids_of(Grid(pp=stages)))[0]))
-    assert drained == pytest.approx(micro_batches + stages - 1)
+    """(M + N - 1) / (M N) of one device's work, for equal stages, a head of one number and no sends."""
+    shape = replace(SHAPE, is_scalar=True, hidden=1024)
+    fast = replace(FLEET, device=replace(DEVICE, inside_bandwidth=1e30), between_bandwidth=1e30)
+    one = setting(shape=shape, factors=FREE, fleet=fast)
+    load = compute.Load(tokens=4096.0, squares=1.0, seats=1.0, micro_batches=float(micro_batches))
+    alone, drained = compute.passes_s(one, load, grids_of(Grid(), Grid(pp=stages)), 3, 0.5)
+    assert drained == pytest.approx(alone * (micro_batches + stages - 1) / (micro_batches * stages), rel=1e-3)
+
+
+@given(
+    layers=st.integers(2, 32),
+    stages=st.integers(2, 16),
+    micro_batches=st.integers(1, 32),
+    runtime=st.sampled_from(["rillflow", "megatron"]),
+)
+def test_a_pipeline_is_as_slow_as_its_fullest_stage_with_the_head_on_the_last(
+    layers: int, stages: int, micro_batches: int, runtime: str
+) -> None:
+    """Against every stage counted one by one."""
+    layouts = LAYOUTS[runtime]
+    cut = stage_layers(layers, stages, layouts)
+    if cut.last < 1:
+        return
+    one = setting(shape=replace(SHAPE, layers=layers), factors=FREE)
+    one = replace(one, problem=replace(one.problem, layouts=layouts))
+    counts = stage_counts(layers, stages, int(cut.first), int(cut.last))
+    assert sum(counts) == layers and min(counts) >= 1 and max(counts) == cut.most
+    load = compute.Load(tokens=4096.0, squares=1e6, seats=1.0, micro_batches=float(micro_batches))
+    grids = grids_of(Grid(pp=stages))
+    work = compute.work_of(one, load, grids, 3, 0.5)
+    each = [float(work.of(count)[0]) / micro_batches for count in counts]
+    each[-1] += float(work.head_s[0]) / micro_batches
+    sends = float(compute.pipeline_s(one, load, grids, 3)[0]) / micro_batches
+    expected = sum(each) + (micro_batches - 1) * max(each) + (micro_batches + stages - 1) * sends
+    assert compute.passes_s(one, load, grids, 3, 0.5)[0] == pytest.approx(expected)
+
+
+def test_stages_of_each_runtime() -> None:
+    """Rillflow's runtime cuts as its ``layers_of``, Megatron's recipes shorten the first and last stage."""
+    for layers, stages in ((48, 32), (28, 8), (61, 16), (94, 8)):
+        cut = stage_layers(layers, stages, LAYOUTS["rillflow"])
+        runtime = [len(layers_of(stage, stages, layers)) for stage in range(stages)]
+        assert stage_counts(layers, stages, int(cut.first), int(cut.last)) == runtime
+    known = {(61, 16): (3, 4, 2), (94, 8): (11, 12, 11), (48, 2): (24, 24, 24), (48, 1): (48, 48, 48)}
+    for (layers, stages), expected in known.items():
+        cut = stage_layers(layers, stages, LAYOUTS["megatron"])
+        assert (cut.first, cut.most, cut.last) == expected
+    impossible = [stage_layers(layers, 40, LAYOUTS["megatron"]).last for layers in (48, 61, 94)]
+    assert max(impossible) < 1
 
 
 @given(epochs=st.integers(1, 4))
@@ -105,7 +153,7 @@ def test_rows_of_one_length_are_shared_out_whole() -> None:
 def test_tensor_parallelism_across_machines_costs_more_than_within() -> None:
     within, across = grids_of(Grid(dp=2, tp=8)), grids_of(Grid(dp=1, tp=16))
     load = compute.load_of(WORKLOAD, 2, 1)
-    costs = [compute.tensor_s(setting(), load, grids, 1)[0] for grids in (within, across)]
+    costs = [compute.tensor_s(setting(), load, grids)[0] for grids in (within, across)]
     assert costs[0] < costs[1]
 
 
@@ -145,13 +193,17 @@ def test_an_optimiser_step_moves_seven_float32_numbers_a_parameter(dtype: str, m
 def test_experts_slow_a_mixture_by_their_links_and_their_pace() -> None:
     grids = grids_of(Grid(dp=8), Grid(dp=8, ep=8))
     load = compute.load_of(WORKLOAD, 8, 1)
-    assert np.all(compute.experts_s(setting(), load, grids, 4) == 0)
-    by_ep = compute.experts_s(setting(shape=MIXTURE), load, grids, 4)
+    assert np.all(compute.experts_s(setting(), load, grids) == 0)
+    by_ep = compute.experts_s(setting(shape=MIXTURE), load, grids)
     assert by_ep[0] == 0 < by_ep[1]
     fast = setting(shape=MIXTURE, factors=replace(FREE, expert_flops=1.0))
     slow = setting(shape=MIXTURE, factors=replace(FREE, expert_flops=0.5))
     products, pairs = MIXTURE.token_flops * load.tokens, MIXTURE.attention_flops(1.0) * load.squares
-    assert compute.pass_flops(slow, load) > compute.pass_flops(fast, load) == products + pairs / 2
+    flops = [
+        MIXTURE.layers * compute.layer_flops(one, load) + compute.head_flops(one, load)
+        for one in (fast, slow)
+    ]
+    assert flops[1] > flops[0] == pytest.approx(products + pairs / 2)
 
 
 def test_kernels_that_are_not_fused_cost_what_they_touch_of_memory() -> None:

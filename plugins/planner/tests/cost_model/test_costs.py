@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.planner.tests.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, WORKLOAD, problem, seat
+from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER
 from rillflow_planner.cost_model.costs import CostModel
-from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.cost_model.options import (
     LAYOUTS,
     Layouts,
+    Option,
     copy_sizes_of,
     cuts_heads,
     grids,
@@ -87,7 +88,7 @@ def test_options_are_complete_and_none_beats_another(name: str, devices: int) ->
         )
         assert option == costs.option(one, "toys", devices, option.grid, option.generate_tp)
     for grid in grids(SHAPE, devices, min(8, devices), OWN):
-        for size in copy_sizes_of(SHAPE, grid, OWN) if name == "policy" else (0,):
+        for size in copy_sizes_of(SHAPE, grid, min(8, devices), OWN) if name == "policy" else (0,):
             every = costs.option(one, "toys", devices, grid, size)
             if costs.room_bytes("toys", {name: every}) < 1e9:
                 continue
@@ -285,6 +286,31 @@ def test_rows_that_wait_for_weights_or_for_their_prompts_stream_slower() -> None
 def test_a_copy_of_a_sharded_model_may_be_cut_more_than_training_but_not_beyond_its_key_value_heads() -> None:
     sharded, split = Grid(dp=8, is_sharded=True), Grid(dp=4, tp=2)
     heads = replace(SHAPE, heads=8, kv_heads=4)
-    assert copy_sizes_of(heads, sharded, OWN) == [1, 2, 4]
-    assert copy_sizes_of(heads, split, OWN) == [1, 2]
-    assert copy_sizes_of(heads, split, LAYOUTS["megatron"]) == [1, 2, 4, 8]
+    assert copy_sizes_of(heads, sharded, 8, OWN) == [1, 2, 4]
+    assert copy_sizes_of(heads, sharded, 2, OWN) == [1, 2], "it lies in a machine"
+    assert copy_sizes_of(heads, split, 8, OWN) == [1, 2]
+    assert copy_sizes_of(heads, split, 8, LAYOUTS["megatron"]) == [1, 2, 4, 8]
+    odd = replace(SHAPE, heads=28, kv_heads=4)
+    assert copy_sizes_of(odd, Grid(dp=224), 8, LAYOUTS["fsdp"]) == [1, 2, 4], "7 and 14 are no equal parts"
+
+
+@pytest.mark.parametrize("stack", ["megatron", "fsdp"])
+def test_replicas_of_published_stacks_have_equal_rows(stack: str) -> None:
+    step = replace(problem(fleet=replace(FLEET, devices=96)), layouts=LAYOUTS[stack])
+    costs = CostModel(step)
+    assert {option.grid.dp for option in costs.every_option(unit(step, "policy"), "toys", 96)} <= {
+        2,
+        4,
+        8,
+        16,
+        32,
+    }
+    assert any(
+        option.grid.dp == 3 for option in CostModel(problem()).every_option(unit(step, "policy"), "toys", 24)
+    )
+
+
+def test_a_pipeline_that_a_runtime_does_not_have_is_refused() -> None:
+    step = replace(problem(), layouts=LAYOUTS["megatron"])
+    with pytest.raises(PlanError, match="16 layers of policy are spread over pp 12"):
+        CostModel(step).option(unit(step, "policy"), "toys", 24, Grid(dp=2, pp=12), 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,13 +12,14 @@ from plugins.planner.tests.test_calibration import CORES, IMPROVE, SHAPE
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow_planner.cost_model.costs import CostModel
-from rillflow_planner.cost_model.given import GivenCosts
 from rillflow_planner.evaluate import evaluate, stages_by_name
 from rillflow_planner.hardware import read_hardware
 from rillflow_planner.problem import Problem
-from rillflow_planner.simulator.layout import Settings
 from rillflow_planner.simulator.simulate import simulate
 from rillflow_planner.workload import Lengths, Workload
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+from as_run import GivenCosts
 
 ROWS = tuple(range(1, 33))
 WORKLOAD = Workload(
@@ -58,11 +61,11 @@ def test_a_simulated_step_is_the_sum_of_what_is_given_and_ahead_its_longest_pool
     """Rows 1 to 32 tokens long, the longest of which the given seconds are of."""
     problem = PROBLEM.of_plan(PLAN)
     costs, formula_s = GivenCosts(problem, GIVEN), 32e-6
-    in_step = simulate(problem, costs, PLAN, steps=2, settings=Settings(parts=1))
+    in_step = simulate(problem, costs, PLAN, steps=2, parts=1)
     assert in_step.step_s == pytest.approx([sum(GIVEN.values()) + formula_s] * 2, rel=0.01)
     plan = replace(PLAN, freshness=1)
     problem = PROBLEM.of_plan(plan)
-    ahead = simulate(problem, GivenCosts(problem, GIVEN), plan, steps=6, settings=Settings(parts=1))
+    ahead = simulate(problem, GivenCosts(problem, GIVEN), plan, steps=6, parts=1)
     assert ahead.step_s[2:] == pytest.approx(
         [GIVEN["policy.generate"] + GIVEN["policy.publish"]] * 4, rel=0.01
     )

@@ -13,7 +13,7 @@ from rillflow.formulas.config import MOST_LOGITS
 from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model import memory
 from rillflow_planner.cost_model.compute import load_of
-from rillflow_planner.cost_model.grids import grids_of
+from rillflow_planner.cost_model.options import grids_of
 
 ONE = grids_of(Grid())
 
@@ -34,12 +34,14 @@ def test_bytes_of_a_trained_parameter(dtype: str, state: int) -> None:
 )
 def test_cuts_divide_weights_and_copies_do_not(dp: int, pp: int, tp: int, is_sharded: bool) -> None:
     grids = grids_of(Grid(dp=dp, pp=pp, tp=tp, is_sharded=is_sharded))
-    parts = pp * tp * (dp if is_sharded else 1)
-    assert memory.weight_bytes(setting(), grids)[0] == pytest.approx(2 * SHAPE.parameters / parts)
+    embedding = SHAPE.vocabulary * SHAPE.hidden
+    fullest = SHAPE.parameters if pp == 1 else SHAPE.trunk_parameters / pp + embedding
+    parts = tp * (dp if is_sharded else 1)
+    assert memory.weight_bytes(setting(), grids)[0] == pytest.approx(2 * fullest / parts)
 
 
 def test_experts_are_cut_over_ep_and_the_rest_is_not() -> None:
-    held = memory.held_parameters(MIXTURE, grids_of(Grid(dp=8), Grid(dp=8, ep=8)))
+    held = memory.held_parameters(setting(shape=MIXTURE), grids_of(Grid(dp=8), Grid(dp=8, ep=8)))
     assert held[0] == pytest.approx(MIXTURE.parameters)
     assert held[1] == pytest.approx(MIXTURE.shared_parameters + MIXTURE.routed_parameters / 8)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plugins.planner.tests.cost_model.settings import WORKLOAD, seat, setting
 from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model import transfers
-from rillflow_planner.cost_model.grids import grids_of
+from rillflow_planner.cost_model.options import grids_of
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,60 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks" / "planner"))
 
-from drawn_plans import compared, drawn
+from drawn_plans import compared, compared_plan, drawn, drawn_on_processor
 
+from rillflow.app.recipe import load_recipe
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.evaluate import evaluate
+from rillflow_planner.recipe_problem import open_cluster, state_problem
+from rillflow_planner.search import search
 from rillflow_planner.simulator.simulate import simulate
 
+ROOT = Path(__file__).parents[4]
 QUICK = (8, 12, 25)
 """Those of every day: in step and ahead, with light and heavy tails."""
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "rloo", "safe_rlhf", "arithmetic"])
+def test_on_cores_formulas_and_simulation_have_the_same_terms(recipe: str) -> None:
+    hardware = open_cluster(ROOT / "clusters/laptop.toml")
+    problem = state_problem(load_recipe(ROOT / "recipes" / recipe / "run.toml"), hardware).problem
+    for one in search(problem, CostModel).best[:3]:
+        step = problem.of_plan(one.plan)
+        found = simulate(step, CostModel(step), one.plan, steps=8)
+        assert found.mean_step_s == pytest.approx(one.evaluation.step_s, rel=0.03)
+
+
+def test_on_cores_drawn_problems_agree_to_a_hundredth_in_the_median() -> None:
+    found = [compared_plan(drawn_on_processor(seed), times=1) for seed in range(16)]
+    assert median(abs(one.shown_s / one.simulated_s - 1) for one in found) < 0.01
+
+
+@given(seed=st.integers(0, 1 << 30))
+@settings(max_examples=8, deadline=None)
+def test_on_cores_every_drawn_problem_agrees(seed: int) -> None:
+    """Within 15%: few rows that wait for few slots differ most, because their order decides."""
+    found = compared_plan(drawn_on_processor(seed), times=1)
+    assert found.shown_s == pytest.approx(found.simulated_s, rel=0.15)
+
+
+@given(seed=st.integers(0, 1 << 30))
+@settings(max_examples=8, deadline=None)
+def test_a_term_of_a_rows_beginning_is_in_both(seed: int) -> None:
+    """A second for every row that enters is in the plan and in the simulation."""
+    one = drawn_on_processor(seed)
+    factors = replace(one.problem.hardware.factors, row_s=1.0, call_s=2.0)
+    problem = replace(one.problem, hardware=replace(one.problem.hardware, factors=factors))
+    found = compared_plan(replace(one, problem=problem), times=1)
+    assert found.shown_s == pytest.approx(found.simulated_s, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", QUICK)

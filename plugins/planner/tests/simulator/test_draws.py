@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
 from rillflow_planner.simulator.draws import BLOCK, Row, rows_of
-from rillflow_planner.simulator.layout import Settings
+from rillflow_planner.simulator.layout import Layout
 from rillflow_planner.workload import Lengths, Workload
 
 LOGNORMAL = Lengths(kind="lognormal", limit=8192, median=800, sigma=1.0)
@@ -64,4 +64,4 @@ def test_measured_lengths_come_as_often_as_they_were_seen() -> None:
 @pytest.mark.parametrize("wrong", [{"parts": -1}])
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(PlanError, match=f"{next(iter(wrong))} is {next(iter(wrong.values())):g}"):
-        Settings(**wrong)
+        Layout(problem=None, costs=None, plan=None, **wrong)  # type: ignore[arg-type]

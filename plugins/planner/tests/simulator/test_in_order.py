@@ -8,7 +8,6 @@ import pytest
 
 from plugins.planner.tests.fakes import FakeDecoder, fixed, toy
 from rillflow.placement.plan import SAMPLER
-from rillflow_planner.simulator.layout import Settings
 from rillflow_planner.simulator.result import Simulation
 from rillflow_planner.simulator.simulate import simulate
 
@@ -28,7 +27,7 @@ def run(freshness: int, parts: int, *, steps: int = 8, length: int = 6, **how: o
     stage_s = {**dict.fromkeys(("reference.logprobs", "critic.values", "critic.update"), 0.0), **STAGES}
     one = toy(APART, response=fixed(length), replica=SECOND, stage_s=stage_s, freshness=freshness)
     plan = replace(one.plan, streams=int(parts > 1), **how)
-    return simulate(one.problem, one.costs, plan, steps=steps, settings=Settings(parts=parts))
+    return simulate(one.problem, one.costs, plan, steps=steps, parts=parts)
 
 
 def test_in_step_and_whole_is_one_stage_after_another() -> None:
@@ -63,11 +62,11 @@ def test_a_part_goes_on_when_its_longest_row_and_those_before_it_have_ended() ->
         APART, prompts=2, response=rows, replica=SECOND, stage_s={**dict.fromkeys(STAGES, 0.0), **STAGES}
     )
     plan = replace(one.plan, streams=1)
-    found = simulate(one.problem, one.costs, plan, steps=2, settings=Settings(parts=2))
+    found = simulate(one.problem, one.costs, plan, steps=2, parts=2)
     updates = [(span.start_s, span.end_s) for span in found.spans if span.stage == "policy.update"]
     assert updates[:2] == [pytest.approx((5.0, 7.0)), pytest.approx((9.0, 11.0))]
     assert found.step_s == pytest.approx([11.0, 11.0])
-    whole = simulate(one.problem, one.costs, one.plan, steps=1, settings=Settings(parts=2))
+    whole = simulate(one.problem, one.costs, one.plan, steps=1, parts=2)
     assert whole.step_s == pytest.approx([8.0 + 1.0 + 4.0]), "an update of all rows waits for all"
 
 

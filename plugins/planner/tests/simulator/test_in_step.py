@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from plugins.planner.tests.fakes import SPLIT, STAGE_S, TOGETHER, FakeDecoder, Toy, toy
 from rillflow.errors import PlanError
 from rillflow.placement.plan import SAMPLER
-from rillflow_planner.evaluate import evaluate
-from rillflow_planner.schedule import in_turn, last_s, tasks_of
+from rillflow_planner.evaluate import evaluate, in_turn, last_s, tasks_of
 from rillflow_planner.simulator.result import IdleCause, Simulation
 from rillflow_planner.simulator.simulate import simulate
 from rillflow_planner.workload import Lengths

@@ -60,37 +60,11 @@ def test_training_takes_as_many_minibatches_at_once_as_the_plan_says() -> None:
         assert len([span for span in found.spans if span.stage == stage]) == 6 * count
 
 
-@pytest.mark.parametrize("streams", [0, 1])
-@pytest.mark.parametrize("every", [1, 2, 4])
-def test_weights_published_every_m_minibatches_are_versions_of_their_own(every: int, streams: int) -> None:
-    """Bound 1 is then m minibatches of age, a share m / 4 of a step: fewer rows are under way at once."""
-    one = minibatches(
-        toy(
-            STREAMED,
-            prompts=16,
-            response=LONG,
-            freshness=1,
-            weights_s=0.1,
-            publish_every=every,
-            streams=streams,
-        ),
-        4,
-    )
-    found = run(one, steps=6)
-    assert found.trained == 6 * one.problem.workload.rows == sum(found.ages.values())
-    assert max(found.ages) == 1
-    assert found.unfinished <= 2 * every * 4 * 4
-    published = [span for span in found.spans if span.stage == "policy.publish"]
-    assert len(published) == 6 * 4 // every
-
-
 @pytest.mark.parametrize(
     ("planned", "said"),
     [
-        ({"publish_every": 3, "freshness": 1}, "publish_every 3, with 4 minibatches"),
         ({"streams": 1, "prompts": 6}, "with 4 minibatches of 6 prompts"),
-        ({"streams": 3}, "streams is 3 and publish_every 0"),
-        ({"streams": 2, "publish_every": 1}, "streams is 2 and publish_every 1"),
+        ({"streams": 3}, "streams is 3, with 4 minibatches"),
     ],
 )
 def test_batches_that_do_not_divide_a_step_are_refused(planned: dict[str, int], said: str) -> None:

@@ -13,7 +13,6 @@ from plugins.planner.tests.fakes import APART, STAGE_S, STREAMED, FakeDecoder, T
 from rillflow.errors import PlanError
 from rillflow.placement.plan import SAMPLER
 from rillflow_planner.evaluate import evaluate
-from rillflow_planner.simulator.layout import Settings
 from rillflow_planner.simulator.result import IdleCause, Simulation
 from rillflow_planner.simulator.simulate import simulate
 from rillflow_planner.workload import Lengths
@@ -48,7 +47,6 @@ SITUATIONS = st.fixed_dictionaries(
     pools=st.sampled_from([APART, STREAMED]),
     seed=st.integers(0, 999),
     streams=st.integers(0, 1),
-    every=st.integers(0, 1),
 )
 @settings(max_examples=60, deadline=None)
 def test_the_laws_hold_in_every_situation(
@@ -56,9 +54,8 @@ def test_the_laws_hold_in_every_situation(
     pools: dict[str, str],
     seed: int,
     streams: int,
-    every: int,
 ) -> None:
-    one = toy(pools, response=HEAVY, streams=streams, publish_every=every, **given_)
+    one = toy(pools, response=HEAVY, streams=streams, **given_)
     workload = replace(one.problem.workload, minibatches=one.problem.workload.prompts)
     one = replace(one, problem=replace(one.problem, workload=workload))
     found = run(one, steps=8, seed=seed)
@@ -152,7 +149,7 @@ def test_a_fraction_is_refused_where_the_age_of_a_row_is_bounded() -> None:
         run(toy(STREAMED, freshness=0.5))
     one = toy(STREAMED, freshness=0.5, counts=True)
     with pytest.raises(PlanError, match=r"parts is 2 and freshness 0\.5"):
-        simulate(one.problem, one.costs, one.plan, steps=1, settings=Settings(parts=2))
+        simulate(one.problem, one.costs, one.plan, steps=1, parts=2)
 
 
 def test_idleness_has_its_cause() -> None:

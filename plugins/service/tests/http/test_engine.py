@@ -20,16 +20,18 @@ import torch
 
 pytest.importorskip("starlette", reason="the service is the extra `service`")
 
+from rillflow.app.engine_sources import engine_source
 from rillflow.errors import RolloutError, StreamError, WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
-from rillflow.rollout.config import RolloutConfig, SamplingConfig, ServiceConfig
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Stops, engine_class
 from rillflow.workers.backend import Place, Site
 from rillflow.workers.collectives import SingleRank
 from rillflow_service import engine
+from rillflow_service.config import ServiceConfig
 from rillflow_service.engine import ServiceEngine
 
 PROMPTS = ([1, 2, 3], [4, 5], [6])
@@ -49,7 +51,7 @@ class Run:
 
     def __init__(self, model: LanguageModel, folder: Path, stack: ExitStack, **settings: Any) -> None:
         service = ServiceConfig(**settings.pop("service", {}))
-        config = RolloutConfig(**{"max_tokens": MOST, **settings}, engine="service", service=service)
+        config = RolloutConfig(**{"max_tokens": MOST, **settings}, engine="service")
         self.model, self.folder, stops = model, folder / "service", Stops(config.stop, model.tokenizer)
         self.engine = ServiceEngine(
             model.module,
@@ -59,6 +61,7 @@ class Run:
             context=model.context,
             tp=SingleRank(),
             stops=stops,
+            service=service,
             site=Site(place=Place("main", 0), ranks=SingleRank(), fetch=lambda *_: [], stack=stack),
             base=folder,
             folder=self.folder,
@@ -137,7 +140,7 @@ def start(model: LanguageModel, tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def test_the_engine_is_found_by_its_name() -> None:
-    assert engine_class("service") is ServiceEngine
+    assert engine_class(engine_source("service").path) is ServiceEngine
 
 
 def test_rows_are_taken_sampled_and_put(start: Callable[..., Run]) -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("starlette", reason="the service is the extra `service`")
 
 from rillflow.app.launch import launch
 from rillflow.app.recipe import load_recipe
-from rillflow.errors import ConfigError
+from rillflow.errors import ConfigError, install_plugin
 from rillflow.runs import layout
 from rillflow.runs.reader import rollout_columns
 
@@ -72,7 +72,7 @@ def prepared(folder: Path, name: str, *settings: str) -> tuple[Path, Callable[[]
     (folder / "reward.py").write_text(REWARD)
     run = folder / name
     loaded = load_recipe(folder / "run.toml", [f"run.dir={json.dumps(str(run))}", *settings])
-    return run, lambda: launch(loaded.recipe, loaded.base, quiet=True)
+    return run, lambda: launch(loaded, quiet=True)
 
 
 def sampled_by(language: str, folder: Path, *settings: str, pool: str = "main") -> Path:
@@ -141,11 +141,10 @@ def test_a_run_is_sampled_in_another_language(language: str, native: Path, tmp_p
 def test_without_the_plugin_the_engine_is_refused_with_the_line_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rillflow.app.engines.installed", dict)
-    run, start = prepared(tmp_path, "run", "rollout.engine=service")
+    monkeypatch.setattr("rillflow.app.plugins.installed", dict)
     with pytest.raises(ConfigError, match="needs the plugin service") as caught:
-        start()
-    assert "pip install rillflow-service" in caught.value.fix and not (run / layout.METRICS).exists()
+        prepared(tmp_path, "run", "rollout.engine=service")
+    assert caught.value.fix == install_plugin("service") and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -205,9 +204,9 @@ def test_a_killed_run_resumes_with_its_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        ["algorithm.freshness=1"],
-        ["algorithm.freshness=2", "algorithm.async_mode=ready_first", "evaluate.every=3"],
-        ["rollout.stream_chunks=2"],
+        ['schedule={mode="ahead",freshness=1}'],
+        ['schedule={mode="ahead",freshness=2}', "schedule.mode=ready_first", "evaluate.every=3"],
+        ['schedule={mode="streamed",stream_chunks=2}'],
     ],
     ids=["ahead", "ready first", "parts"],
 )

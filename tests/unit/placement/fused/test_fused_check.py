@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rillflow.placement.fused.check import check
-from rillflow.placement.fused.problem import FusedProblem, FusedTask, Schedule, even
+from rillflow.placement.fused.problem import FusedProblem, FusedSchedule, FusedTask, even
 from rillflow.placement.fused.solve import schedule
 
 PROBLEM = FusedProblem(
@@ -19,7 +19,7 @@ PROBLEM = FusedProblem(
 FOUND = schedule(PROBLEM, budget=100)
 
 
-def with_tasks(device: int, tasks: list[FusedTask]) -> Schedule:
+def with_tasks(device: int, tasks: list[FusedTask]) -> FusedSchedule:
     devices = list(FOUND.devices)
     devices[device] = tuple(tasks)
     return replace(FOUND, devices=tuple(devices))
@@ -96,7 +96,7 @@ def test_devices_that_wait_in_a_circle_are_found() -> None:
         )
         for order in orders
     )
-    faults = check(problem, Schedule(devices=devices, latency_s=6.0, peak_bytes=(1.0, 1.0)))
+    faults = check(problem, FusedSchedule(devices=devices, latency_s=6.0, peak_bytes=(1.0, 1.0)))
     assert "device 0 waits for ever for the input of the backward pass of micro-batch 0 of 'a'" in faults
     assert any(fault.startswith("device 1 waits for ever") for fault in faults)
 

@@ -1,0 +1,1 @@
+"""Schedules: the orders of a phase's steps, one file for each."""

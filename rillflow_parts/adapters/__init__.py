@@ -1,0 +1,1 @@
+"""Adapters: merge a trained adapter into its base."""

@@ -1,0 +1,1 @@
+"""Doctor: check this machine for problems of a run."""

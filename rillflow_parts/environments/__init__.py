@@ -1,0 +1,1 @@
+"""Environments of other libraries: verifiers, and servers of OpenEnv."""

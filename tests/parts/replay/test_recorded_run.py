@@ -1,0 +1,57 @@
+"""Every step belongs to the settings of the start that made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rillflow_parts.replay.recorded_run import RecordedRun, settings_by_step
+
+
+def start(after: int, *changes: tuple[str, Any, Any]) -> dict[str, Any]:
+    return {
+        "after_step": after,
+        "changes": [{"key": key, "old": old, "new": new} for key, old, new in changes],
+    }
+
+
+def recorded(lr: float, *starts: dict[str, Any]) -> RecordedRun:
+    return RecordedRun(
+        path=Path("run"), config={"policy": {"lr": lr, "clip": [1, 2]}}, starts=starts, steps={}
+    )
+
+
+def rates(run: RecordedRun, first: int, last: int) -> list[tuple[float, int]]:
+    found: list[Any] = settings_by_step(run, first, last)
+    assert all(config["policy"]["clip"] == [1, 2] for config, _ in found)
+    return [(config["policy"]["lr"], end) for config, end in found]
+
+
+CHANGED = recorded(
+    3.0, start(0), start(4, ("policy.lr", 1.0, 2.0)), start(6), start(9, ("policy.lr", 2.0, 3.0))
+)
+
+
+@pytest.mark.parametrize(
+    ("run", "first", "last", "wanted"),
+    [
+        (recorded(1.0), 0, 5, [(1.0, 5)]),
+        (recorded(1.0, start(0), start(3)), 0, 5, [(1.0, 5)]),
+        (CHANGED, 0, 12, [(1.0, 4), (2.0, 9), (3.0, 12)]),
+        (CHANGED, 4, 9, [(2.0, 9)]),
+        (CHANGED, 2, 3, [(1.0, 3)]),
+        # the second start made steps 5 to 8; the third one repeated all after step 2
+        (
+            recorded(3.0, start(0), start(4, ("policy.lr", 1.0, 2.0)), start(2, ("policy.lr", 2.0, 3.0))),
+            0,
+            6,
+            [(1.0, 2), (3.0, 6)],
+        ),
+    ],
+)
+def test_a_step_has_the_settings_of_the_start_that_made_it(
+    run: RecordedRun, first: int, last: int, wanted: list[tuple[float, int]]
+) -> None:
+    assert rates(run, first, last) == wanted
