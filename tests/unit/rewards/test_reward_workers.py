@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -222,17 +223,27 @@ def test_a_file_that_does_not_finish_loading_is_an_error(write: Write) -> None:
         child.expire()
 
 
-def test_a_child_that_dies_between_calls_costs_no_row(write: Write) -> None:
+def test_a_child_that_dies_between_calls_costs_no_row(write: Write, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
     function = write(
-        "import os, threading\n"
+        "import os, threading, time\n"
+        "def leave():\n"
+        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        "    os._exit(1)\n"
         "def reward(completions):\n"
-        "    threading.Timer(0.05, os._exit, [1]).start()\n"
+        "    threading.Thread(target=leave).start()\n"
         "    return [1.0] * len(completions)"
     )
+    before = set(psutil.Process().children())
     with RewardWorkers(function, RewardConfig(sandbox=False)) as rewards:
         for _ in range(3):
             assert rewards.score(["p"] * 2, ["c"] * 2, {}) == [Score(outcome=Outcome.SCORE, value=1.0)] * 2
-            time.sleep(0.3)
+            (supervisor,) = set(psutil.Process().children()) - before
+            gate.touch()
+            until = time.monotonic() + 60
+            while supervisor.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+                time.sleep(0.01)
+            gate.unlink()
 
 
 def test_an_interrupted_score_leaves_no_old_answer_behind(write: Write) -> None:

@@ -159,10 +159,10 @@ def test_a_crash_is_its_keys_alone(write: Write) -> None:
 def test_a_cancelled_call_ends_at_once_and_leaves_no_process(write: Write, mine: Mine) -> None:
     with RewardWorkers(write(ACTS), RewardConfig(sandbox=False, timeout_s=PLENTY_S)) as workers:
         begin(workers, "hung", ["hang"])
-        begin(workers, "queued", ["c"])
         assert workers.turn(0.5) == []
         held = mine()
         assert held
+        begin(workers, "queued", ["c"])
         workers.cancel("hung")
         assert not [process for process in held if process.is_running()]
         workers.cancel("queued")
