@@ -237,6 +237,7 @@ def test_every_command_runs(page: str, tmp_path: Path, monkeypatch: pytest.Monke
             assert code == 0, f"{page}:{shown.line}: {command}\nended with {code}\n{said[-6000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_front_page_runs_after_make_quickstart_alone(tmp_path: Path) -> None:
     """Nothing of the extras, the plugins and the tests' tools can be imported."""

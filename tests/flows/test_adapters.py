@@ -139,7 +139,7 @@ def test_every_mesh_trains_what_one_rank_trains(tmp_path: Path, mesh: str, base:
             assert there[name].value == pytest.approx(here[name].value, rel=1e-3)
 
 
-@pytest.mark.parametrize("kept", ["int8", pytest.param("4bit", marks=NEEDS_LIBRARY)])
+@pytest.mark.parametrize("kept", ["int8", pytest.param("4bit", marks=[NEEDS_LIBRARY, pytest.mark.slow])])
 def test_a_quantised_base_is_sampled_with_at_ratio_1_and_merged_as_it_was_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: str
 ) -> None:

@@ -148,7 +148,7 @@ def test_where_roles_are_changes_no_bit(tmp_path: Path, apart: dict[int, dict[st
     assert ran(tmp_path, 2, *INLINE, SCORED_THERE) == apart[2]
 
 
-@pytest.mark.parametrize("name", ["ppo", "dapo"])
+@pytest.mark.parametrize("name", ["ppo", pytest.param("dapo", marks=pytest.mark.slow)])
 def test_where_roles_are_changes_no_bit_of_a_step_of_more(tmp_path: Path, name: str) -> None:
     """PPO has a critic, whose versions follow the policy's; DAPO counts rows in the middle of a step."""
     here = ran(tmp_path / "a", 2, *INLINE, APART, name=name)
@@ -177,7 +177,7 @@ def test_rows_that_come_part_by_part_are_the_same_rows(tmp_path: Path, name: str
 TWO_SAMPLERS = ("placement.pools={ main = 1, answers = 2 }", "rollout.deterministic=true")
 
 
-@pytest.mark.parametrize("samplers", [(), TWO_SAMPLERS])
+@pytest.mark.parametrize("samplers", [pytest.param((), marks=pytest.mark.slow), TWO_SAMPLERS])
 def test_minibatches_are_trained_as_their_rows_come(tmp_path: Path, samplers: tuple[str, ...]) -> None:
     """With the sampling order as training order, an update by parts has the bits of one over all rows.
 

@@ -80,7 +80,7 @@ def assert_repaired(tiny: Tiny, *settings: str, engine: str = "ChildEngine", ste
     [
         ("one", "sleep"),
         ("one", "step"),
-        ("processes", "sleep"),
+        pytest.param("processes", "sleep", marks=pytest.mark.slow),
         *(
             pytest.param(place, each, marks=pytest.mark.slow)
             for place in PLACES

@@ -220,6 +220,7 @@ def assert_said(ended: Ended, error: int, turn: int, writes: list[str]) -> None:
         assert ended.code == (1 if turn > last_of_the_start(writes) else 2), ended
 
 
+@pytest.mark.slow
 def test_the_table_has_every_write_of_a_run(writes: list[str]) -> None:
     known = {f"{call} {file}" for calls, files in WRITES.items() for call in calls.split() for file in files}
     made = {*map(plain, writes)}

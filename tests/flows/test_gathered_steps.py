@@ -100,7 +100,7 @@ def scores_beside_rows(tiny: Tiny, step: int) -> bool:
     return bool(min(each["start_s"] for each in spans["critic.values"]["ranks"]) < last)
 
 
-@pytest.mark.parametrize("by", ["tokens", "cache"])
+@pytest.mark.parametrize("by", [pytest.param("tokens", marks=pytest.mark.slow), "cache"])
 @pytest.mark.parametrize("backend", [INLINE, pytest.param(RAY, marks=pytest.mark.slow)])
 def test_a_run_has_the_bits_of_one_that_does_not_gather(tiny: Tiny, by: str, backend: str) -> None:
     """Fixed shapes and micro-batches of one row: no number depends on the rows beside it."""

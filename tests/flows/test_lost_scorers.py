@@ -104,7 +104,10 @@ class NodeGone(Killing):
         return Replacement([*places], done)
 
 
-@pytest.mark.parametrize(("pool", "call"), [("scorers", SCORE), ("answers", "sampler.advance")])
+@pytest.mark.parametrize(
+    ("pool", "call"),
+    [("scorers", SCORE), pytest.param("answers", "sampler.advance", marks=pytest.mark.slow)],
+)
 def test_a_run_goes_on_without_a_rank_that_cannot_be_replaced(
     tmp_path: Path, pool: str, call: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

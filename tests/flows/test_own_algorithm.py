@@ -59,6 +59,7 @@ def run(example: ModuleType, folder: Path, *settings: str) -> list[float]:
     return [line["reward/score/mean"]["mean"] for line in lines if "reward/score/mean" in line]
 
 
+@pytest.mark.slow
 def test_the_reward_rises(example: ModuleType, tmp_path: Path) -> None:
     seen = run(example, tmp_path / "run", "algorithm.steps=16")
     assert len(seen) == 16

@@ -80,10 +80,8 @@ STATES = {
 DAILY = {
     ("all", "plain"),
     ("lora", "plain"),
-    ("rslora", "narrow"),
     ("dora", "masters"),
     ("int8", "offload"),
-    ("4bit", "decay"),
 }
 NEEDS_LIBRARY = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")

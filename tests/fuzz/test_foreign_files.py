@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -122,11 +121,12 @@ def damage(file: Path, how: str, draw: random.Random) -> None:
             file.symlink_to("nowhere")
 
 
-def cases() -> Iterator[tuple[str, str]]:
-    """Yield every file with every damage."""
-    for file in FILES:
-        for how in HOW:
-            yield file, how
+CASES = [(file, how) for file in FILES for how in HOW]
+"""Every file with every damage."""
+EVERYDAY = [
+    pytest.param(each, marks=[] if place % 3 == 0 else pytest.mark.slow) for place, each in enumerate(CASES)
+]
+"""Every third one in the everyday tests."""
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def damaged(sound: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path
     return folder
 
 
-@pytest.mark.parametrize("damaged", cases(), indirect=True, ids=lambda case: f"{case[0]} {case[1]}")
+@pytest.mark.parametrize("damaged", EVERYDAY, indirect=True, ids=lambda case: f"{case[0]} {case[1]}")
 def test_check_names_a_damaged_file_or_reads_it(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     code = main(["check", str(damaged / "run.toml")])
@@ -151,7 +151,7 @@ def test_check_names_a_damaged_file_or_reads_it(damaged: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damaged", cases(), indirect=True, ids=lambda case: f"{case[0]} {case[1]}")
+@pytest.mark.parametrize("damaged", CASES, indirect=True, ids=lambda case: f"{case[0]} {case[1]}")
 def test_a_run_names_a_damaged_file_or_trains_on_it(damaged: Path) -> None:
     command = [
         sys.executable,

@@ -72,7 +72,7 @@ def test_crash_equivalence_for_a_death_at_every_event(name: str, kind: str, shar
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [*SCENARIOS, "one replica"])
+@pytest.mark.parametrize("name", [*SCENARIOS, pytest.param("one replica", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 100))])
 def test_a_rank_that_dies_at_any_event_is_repaired_while_a_restart_is_left(name: str, share: int) -> None:
     """The start that met the death ends in "finished", and the run passes the oracle."""

@@ -61,9 +61,12 @@ def evaluations(run: Any) -> list[dict[str, Any]]:
     [
         {"id": f"{ODD}:Room", "run": "inline", "arguments": {"has_door": False}},
         {"id": f"{ODD}:Room", "run": "processes", "arguments": {"has_door": False}},
-        {"id": "Pendulum-v1", "provider": "gymnasium", "run": "inline"},
+        pytest.param({"id": "Pendulum-v1", "provider": "gymnasium", "run": "inline"}, marks=pytest.mark.slow),
         {"id": "Pendulum-v1", "provider": "envpool"},
-        {"id": f"{ODD}:Room", "run": "inline", "arguments": {"has_door": False}, "time_limit": 80},
+        pytest.param(
+            {"id": f"{ODD}:Room", "run": "inline", "arguments": {"has_door": False}, "time_limit": 80},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_limit_cuts_every_episode_of_an_evaluation(
@@ -122,7 +125,10 @@ def test_a_long_evaluation_says_that_it_goes_on_at_doubled_times() -> None:
 
 @pytest.mark.parametrize(
     ("every", "step", "words"),
-    [(2, 2, "stopped before a step began, as requested"), (3, 3, "stopped after step 3, as requested")],
+    [
+        (2, 2, "stopped before a step began, as requested"),
+        pytest.param(3, 3, "stopped after step 3, as requested", marks=pytest.mark.slow),
+    ],
 )
 def test_ctrl_c_ends_an_evaluation_that_goes_on(every: int, step: int, words: str, tmp_path: Path) -> None:
     """At one that a resumed run makes up for, and at one after a step; from another folder."""

@@ -70,7 +70,7 @@ STREAM = {"slots": 2, "steps": 16, "actors": 2, "transport": "shared_memory", "p
     [
         ({"workers": {"slots": 2, "steps": 16, "actors": 2, "ring": 2}}, 8),
         ({**IMPALA, "workers": STREAM}, 4),
-        ({"environment": {"run": "processes", "processes": 2}}, 2),
+        pytest.param({"environment": {"run": "processes", "processes": 2}}, 2, marks=pytest.mark.slow),
         (
             {"population": {"members": 2, "every": 1, "perturb": {"lr": [1e-4, 1e-3]}}},
             4,

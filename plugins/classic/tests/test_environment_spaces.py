@@ -108,7 +108,7 @@ def test_a_space_without_a_policy_is_refused_by_name(space: Any) -> None:
         ({"name": "dqn", "learning_starts": 10}, "several"),
         ({"name": "sac", "learning_starts": 10}, "tiny"),
         ({"name": "sac", "learning_starts": 10}, "float16"),
-        ({"name": "impala"}, "start"),
+        pytest.param({"name": "impala"}, "start", marks=pytest.mark.slow),
     ],
 )
 def test_algorithms_train_and_evaluate_with_such_actions(

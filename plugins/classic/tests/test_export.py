@@ -80,7 +80,7 @@ def test_a_module_acts_as_the_policy_does(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["pt2", "onnx"])
-@pytest.mark.parametrize("case", ["sac", STACKED])
+@pytest.mark.parametrize("case", [pytest.param("sac", marks=pytest.mark.slow), STACKED])
 def test_an_exported_policy_acts_alike_without_rillflow(tmp_path: Path, case: str, ending: str) -> None:
     if ending == "onnx":
         pytest.importorskip("onnxscript")

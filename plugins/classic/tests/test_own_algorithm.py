@@ -78,7 +78,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "run.toml"
 
 
-@pytest.mark.parametrize("place", ["inline", "process"])
+@pytest.mark.parametrize("place", ["inline", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_file_beside_the_recipe_trains_and_its_policy_acts(recipe: Path, place: str) -> None:
     settings = {"workers.place": place}
     run = rillflow.train(recipe, dir="run", settings=settings, quiet=True)

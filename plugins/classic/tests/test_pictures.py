@@ -98,7 +98,7 @@ def test_graphics_that_fail_are_a_note(fails: str, words: str, tmp_path: Path, s
     assert run.is_finished and words in said()
 
 
-@pytest.mark.parametrize("fails", ["close", "exits in close"])
+@pytest.mark.parametrize("fails", [pytest.param("close", marks=pytest.mark.slow), "exits in close"])
 @pytest.mark.parametrize("run", ["inline", "processes"])
 def test_a_close_that_raises_ends_no_run(
     fails: str, run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

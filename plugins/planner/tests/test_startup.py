@@ -26,8 +26,12 @@ SHORT = [
     "arguments",
     [
         ["recipes/safe_rlhf/run.toml", "--cluster", "clusters/laptop.toml"],
-        ["recipes/preference/run.toml", "--cluster", "clusters/laptop.toml"],
-        ["examples/planning/run.toml", "--cluster", "clusters/8xh100.toml"],
+        pytest.param(
+            ["recipes/preference/run.toml", "--cluster", "clusters/laptop.toml"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["examples/planning/run.toml", "--cluster", "clusters/8xh100.toml"], marks=pytest.mark.slow
+        ),
         SHORT,
     ],
     ids=["new model", "pairs", "named model", "short form"],

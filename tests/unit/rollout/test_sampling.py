@@ -173,7 +173,7 @@ def test_logits_that_are_not_finite_show_in_the_logprob(
     assert found.logprobs.isfinite().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("vocabulary", [50, 3000])
+@pytest.mark.parametrize("vocabulary", [50, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rest", [{}, {"top_k": 9}, {"top_p": 0.8}, {"temperature": 0.7}])
 def test_min_p_is_transformers_own_before_the_other_cuts(vocabulary: int, rest: dict[str, float]) -> None:
     logits = scores(vocabulary)[None]
