@@ -56,8 +56,7 @@ from rillflow_classic.streams.sockets import open_streams
 from rillflow_classic.streams.streams import Streams, StreamSpec
 from rillflow_classic.worker_set import WorkerSet
 
-SMALLEST = ["streams --rounds 1 --seconds 0.2"]
-SLOW = ["ring --rounds 1 --seconds 0.5 --sizes 1 2 --workloads fast"]
+SLOW = ["streams --rounds 1 --seconds 0.2", "ring --rounds 1 --seconds 0.5 --sizes 1 2 --workloads fast"]
 NEEDS = ["envpool", "rillflow_classic"]
 WEIGHTS = {"nothing": np.zeros(1, np.float32)}
 WORKLOADS = {

@@ -37,7 +37,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 import measured_at
 
-SMALLEST = ["--rounds 1 --threads 1 --smaller 16 --dtypes float32"]
+SLOW = ["--rounds 1 --threads 1 --smaller 16 --dtypes float32"]
 
 VOCABULARY, CONTEXT, PROMPT, SLOTS = 256, 512, 32, 64
 NEW, MEDIAN, TIMES_LONGER = 64, 32, 8

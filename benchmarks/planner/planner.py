@@ -34,7 +34,7 @@ from rillflow_planner.search import search
 sys.path.append(str(Path(__file__).parents[1]))
 import measured_at
 
-SMALLEST = [""]
+SLOW = [""]
 NEEDS = ["rillflow_planner"]
 
 ROOT = Path(__file__).resolve().parents[1]
