@@ -109,7 +109,8 @@ def mine() -> Callable[[], list[psutil.Process]]:
 @pytest.mark.parametrize("kind", ["hang", "die"])
 def test_detached_processes_end_with_the_call_that_fails(write: Write, level: Level, kind: str) -> None:
     marker = f"marker-{uuid.uuid4()}"
-    with RewardWorkers(write(SPAWNING), RewardConfig(sandbox=False, timeout_s=1.0), level=level) as rewards:
+    config = RewardConfig(sandbox=False, timeout_s=1.0 if kind == "hang" else 60.0)
+    with RewardWorkers(write(SPAWNING), config, level=level) as rewards:
         (score,) = rewards.score(["p"], [kind], {"marker": [marker]})
         assert score.outcome is (Outcome.TIMEOUT if kind == "hang" else Outcome.ERROR)
         assert not alive(marker)

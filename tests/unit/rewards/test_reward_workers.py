@@ -73,18 +73,18 @@ def test_two_workers_score_side_by_side(write: Write) -> None:
 
 
 def test_many_rows_of_a_failed_call_have_time_enough_each(write: Write) -> None:
-    """A 120th of twice the timeout would be 13 ms; each row gets at least 50, and a good row takes 10."""
+    """A 120th of twice the timeout would be 47 ms; each row gets at least 50, and a good row takes 30."""
     function = write(
         """
         import time
         def reward(completions):
-            time.sleep(0.01)
+            time.sleep(0.03)
             return [float(completion) for completion in completions]
         """
     )
-    with RewardWorkers(function, RewardConfig(sandbox=False, timeout_s=0.8)) as rewards:
-        scores = rewards.score(["p"] * 120, ["1"] * 119 + ["x"], {})
-    assert scores[-1].outcome is Outcome.ERROR
+    with RewardWorkers(function, RewardConfig(sandbox=False, timeout_s=2.8)) as rewards:
+        scores = rewards.score(["p"] * 120, ["x"] + ["1"] * 119, {})
+    assert scores[0].outcome is Outcome.ERROR
     assert sum(score.outcome is Outcome.SCORE for score in scores) > 60  # all of them, on an idle machine
 
 

@@ -31,7 +31,7 @@ def given(text: str, name: str, weight: float) -> FunctionPath:
 def test_a_sum_has_its_parts_and_a_failure_of_one_is_the_row_s() -> None:
     functions = (given(ONE, "one", 1.0), given(TWO, "two", -0.5))
     completions = ["4", "word", "none", "9", "slow"]
-    with WeightedWorkers(functions, RewardConfig(timeout_s=1.0)) as workers:
+    with WeightedWorkers(functions, RewardConfig(timeout_s=2.5)) as workers:
         found = workers.score(["p"] * 5, completions, {"answer": ["aa", "b", "c", "d", "e"]})
     assert [score.outcome for score in found] == [
         *(Outcome.SCORE, Outcome.SCORE, Outcome.ABSTAIN, Outcome.ERROR, Outcome.TIMEOUT)
