@@ -139,7 +139,7 @@ def _holds_out(loaded: Resolved, recipe: object) -> bool:
 
     It does in ``settings``, and in a dict that names no source. Others apply to the recipe's own source.
     """
-    is_bare = isinstance(recipe, Mapping) and "task.source" not in leaves(recipe)
+    is_bare = isinstance(recipe, Mapping) and "task.source" not in dict(leaves(recipe))
     origins = {loaded.given.get(name) for name in ("task.held_out", "task.held_out_source")} - {None}
     return bool(origins) if is_bare else "--set" in origins
 
