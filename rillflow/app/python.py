@@ -25,8 +25,7 @@ from rillflow.app.run import Run
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import CallbackError, ConfigError, Interrupted, RewardError
 from rillflow.records.metrics import Metrics
-from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.remote import is_url
+from rillflow.rewards.function import FunctionPath, is_url
 from rillflow.rewards.source import shipped
 from rillflow.runs.busy_machine import share_cores
 from rillflow.runs.error_lines import innermost_line

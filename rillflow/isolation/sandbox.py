@@ -239,9 +239,10 @@ def mount_processes(target: str) -> None:
 
 
 def python_folders() -> list[str]:
-    """Return the folders of the interpreter, its installed packages and this package; not all of sys.path."""
-    package = str(Path(__file__).resolve().parents[1])
-    return [sys.prefix, sys.base_prefix, *site.getsitepackages(), *installed_folders(), package]
+    """Return the folders of Python, installed packages, Rillflow and its parts; not all of sys.path."""
+    own = Path(__file__).resolve().parents[1]
+    rillflow = [str(own), str(own.with_name("rillflow_parts"))]
+    return [sys.prefix, sys.base_prefix, *site.getsitepackages(), *installed_folders(), *rillflow]
 
 
 def installed_folders() -> list[str]:
