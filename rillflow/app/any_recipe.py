@@ -85,10 +85,8 @@ class AnyRecipe:
         """
         data: Any = self.recipe.model_dump(exclude_none=True)
         lines, left_out = [], 0
-        for dotted in leaves(data):
-            value, origin = data, self.given.get(dotted, DEFAULT)
-            for name in dotted.split("."):
-                value = value[name]
+        for dotted, value in leaves(data):
+            origin = self.given.get(dotted, DEFAULT)
             is_unread = any(dotted == prefix or dotted.startswith(f"{prefix}.") for prefix in unread)
             if is_unread and (origin == DEFAULT or origin.startswith(f"{AUTO}: ")):
                 continue
@@ -131,10 +129,10 @@ def run_name(path: Path) -> str:
     return folder if path.name == RECIPE_FILE and folder else path.stem
 
 
-def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of all values in nested tables."""
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key of each value in nested tables, and the value."""
     for name, value in data.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", value

@@ -5,29 +5,22 @@
             ├─ keys and values of old weights ─────── log probabilities of no weights
             ├─ a mean of each row alone ───────────── long wrong answers are cheap
             └─ rows of older weights ──────────────── clipped, or weighed by a bounded correction
-    rewards ── compare rows, and are called with a part of them
 
-Every page that admits a bias has its warning here. Each note gives the value, the reason and what to do.
+Every page that admits a bias has its warning here; for rewards that compare rows, in the part ``scorers``.
+Each note gives the value, the reason and what to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import OnlineConfig, SampledConfig
 from rillflow.app.defaults import CORRECTION
-from rillflow.errors import RewardError
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.row_comparison import row_comparisons
-from rillflow.rewards.text_execution import is_shut_in
 from rillflow.rollout.config import SamplingConfig, answering
 
 if TYPE_CHECKING:
-    from rillflow.app.check_report import Report
-    from rillflow.app.facts import RecipeFacts
     from rillflow.app.resolved import Resolved
     from rillflow.app.sections import Recipe
     from rillflow.formulas.config import Correction
@@ -42,7 +35,6 @@ _BIASES: Mapping[Correction, str] = {
     "topr": "Rows with advantages of at least 0 have weight 1, and a bound limits the others",
 }
 """Difference of each correction from the importance weight."""
-_BUILT_IN = Path(__file__).parents[1] / "rewards" / "built_in"
 
 
 def bias_notes(resolved: Resolved) -> list[str]:
@@ -77,14 +69,6 @@ def correction_notes(resolved: Resolved) -> list[str]:
         f"trainer / sampler. {_BIASES[name]}, which biases the gradient (mismatch/bounded/share); "
         '"none" turns the weights off'
     ]
-
-
-def look_at_comparisons(facts: RecipeFacts, report: Report) -> None:
-    """Warn of rewards and costs that compare rows, and are called with a part of them; reads their source."""
-    if facts.resolved.has_policy:
-        for role, functions in (("reward", facts.functions), ("cost", facts.costs)):
-            for function in functions:
-                report.notes += _comparison(function, facts.recipe, role)
 
 
 def _sampling(resolved: Resolved) -> Iterator[str]:
@@ -133,44 +117,3 @@ def _loss(recipe: Recipe) -> Iterator[str]:
             f"long wrong answers cost less per token than short ones. "
             f'Remove it for the default of {config.name}, "{usual.aggregation}"'
         )
-
-
-def _comparison(function: FunctionPath, recipe: Recipe, role: str) -> Iterator[str]:
-    """Yield a note on a function that compares rows, if its calls have a part of the rows."""
-    if function.address or function.file.is_relative_to(_BUILT_IN):
-        return
-    places = row_comparisons(function)
-    divided = _division(function, recipe, role) if places else ""
-    if divided:
-        yield (
-            f"warning: {function} compares rows with each other ({places[0]}), and {divided}. Score each "
-            "answer alone: a group's baseline compares answers to a prompt. Or compare with [reward.judge]"
-        )
-
-
-def _division(function: FunctionPath, recipe: Recipe, role: str) -> str:
-    """Return how the rows of a step are divided into calls, and how to avoid that; empty for one call."""
-    reward, placement = recipe.reward, recipe.placement
-    try:
-        is_shut = is_shut_in(function, reward.sandbox, unless_harmless=True)
-    except RewardError:  # reported where the function is tried
-        return ""
-    if is_shut:
-        return (
-            "the sandbox calls it with one row at a time, so a row meets only itself. If it runs no text of "
-            "an answer, reward.sandbox = false gives it all rows"
-        )
-    if reward.workers > 1 and not recipe.schedule.is_by_group:
-        return (
-            f"reward.workers is {reward.workers}: each child gets a share of the rows, which may divide the "
-            "answers to a prompt. reward.workers = 1 calls it with all rows"
-        )
-    ranks = placement.pools.get(placement.pool_of(role), 1)
-    chunks = recipe.schedule.chunks
-    reasons = {
-        "ready first calls it with the answers to one prompt": recipe.schedule.is_by_group,
-        f"{ranks} ranks score, each the answers to some of a step's prompts": ranks > 1,
-        f"schedule.stream_chunks is {chunks}, so a call has the prompts of one chunk": chunks > 1,
-    }
-    there = [f"{why}: it must compare only these" for why, holds in reasons.items() if holds]
-    return there[0] if there else ""

@@ -17,9 +17,8 @@ from rillflow.app.sections import Recipe
 from rillflow.config.problems import shown
 from rillflow.errors import RewardError, nearest
 from rillflow.isolation.sandbox import SENTENCES, Level
-from rillflow.rewards.built_in.code_tests import num_exposed
 from rillflow.rewards.config import RewardConfig
-from rillflow.rewards.function import FunctionPath, Text, parse_function, place_of
+from rillflow.rewards.function import FunctionPath, Text, place_of
 from rillflow.rewards.harmless_source import Doubt
 from rillflow.rewards.outcome import RETURNED, Outcome, Score
 from rillflow.rewards.text_execution import Setting, TextUse, decide, is_shut_in
@@ -156,20 +155,6 @@ def _try_functions(functions: Sequence[FunctionPath], facts: RecipeFacts, report
     answered = [row for row in rows if row.completion is not None]
     for function in functions:
         _try_function(function, facts.recipe, report, (answered or rows)[:_TRIED])
-        if function == parse_function("code-tests", facts.base):
-            report.notes += _exposed_tests(rows)
-
-
-def _exposed_tests(rows: Sequence[Example]) -> list[str]:
-    """Return a note on tests that run in the process of the program that they test."""
-    exposed = [row for row in rows if num_exposed(row.columns.get("tests"), row.columns.get("entry_point"))]
-    if not exposed:
-        return []
-    return [
-        f"code-tests: {len(exposed)} of {len(rows)} rows have tests that run in the process of the answer's "
-        f"program, which can cheat them (first {shown(exposed[0].key)}); assert f(x) == literal, a function "
-        "check with entry_point, and inputs with outputs cannot be cheated"
-    ]
 
 
 def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: Sequence[Example]) -> None:

@@ -25,6 +25,7 @@ from rillflow.algorithms.config import SampledConfig
 from rillflow.app.encoding import EncodedTask, encode_task, is_judged, longest_row
 from rillflow.app.environment_sources import environment_source
 from rillflow.app.model_files import ALIKE, ModelSizes, sizes_from, sizes_of_directory, sizes_of_new
+from rillflow.app.plugins import service
 from rillflow.app.resolved import Resolved
 from rillflow.app.scorers import scorer
 from rillflow.app.sections import Recipe
@@ -40,7 +41,6 @@ from rillflow.models.locate import base_of, found_adapter, locate
 from rillflow.models.tokenizer import ModelInput, Tokenizer
 from rillflow.rewards.function import FunctionPath, parse_files, parse_function
 from rillflow.rewards.judge_prompt import KEPT, no_frame
-from rillflow.rewards.remote import remote_judge
 from rillflow.serving.environments.dataset import environment_rows
 from rillflow.serving.environments.source import REWARD, EnvironmentSource
 from rillflow.tasks.example import shown
@@ -294,9 +294,9 @@ class RecipeFacts:
     @property
     def judge(self) -> FunctionPath | None:
         """The judge over HTTP; None if there is none."""
-        config = self.recipe.reward
-        is_remote = config.judge is not None and config.judge.url is not None
-        return remote_judge(config, config.judge) if is_remote and config.judge else None
+        judge = self.recipe.reward.judge
+        is_remote = judge is not None and judge.url is not None
+        return service("reward.judge", "reward.judge.url")(self.recipe.reward, judge) if is_remote else None
 
     @cached_property
     def costs(self) -> Sequence[FunctionPath]:

@@ -71,6 +71,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         "report": "write the report of a run again",
         "timeline": "show how long a run's ranks waited and for which stage; write the steps as a trace",
     },
+    "scorers": {},
     "sweeps": {"sweep": "run a recipe over seeds and a small grid of settings, and rank the cases"},
     "watch": {"watch": "serve a local page of runs: curves, rollouts, settings"},
     "trackers": {"track": "send a run to Weights & Biases, TensorBoard, MLflow or a tracker of your own"},
@@ -83,6 +84,7 @@ PROVIDERS: Mapping[str, Mapping[str, str]] = {
     "sections": {"run.trackers": "trackers", "rollout.service": "service"},
     "engines": {"vllm": "vllm", "service": "service"},
     "environments": {"verifiers:": "environments", "openenv:": "environments"},
+    "scorers": dict.fromkeys(("math-verify", "code-tests", "http:", "https:"), "scorers"),
     "services": {
         "planning": "planner",
         "training": "training_service",
@@ -91,6 +93,7 @@ PROVIDERS: Mapping[str, Mapping[str, str]] = {
         "peaks": "memory",
         "replay": "replay",
         "reports": "report",
+        "reward.judge": "scorers",
         "rollout.agent": "endpoint",
     },
 }

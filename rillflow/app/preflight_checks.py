@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.any_recipe import AnyRecipe
-from rillflow.app.bias_notes import bias_notes, correction_notes, look_at_comparisons
+from rillflow.app.bias_notes import bias_notes, correction_notes
 from rillflow.app.check_report import Report
 from rillflow.app.code_checks import (
     look_at_agent,
@@ -95,7 +95,6 @@ def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
         _look_at_memory,
         _look_at_scorers,
         _look_at_machine,
-        look_at_comparisons,
         look_at_agent if runs_code else read_agent,
         *([look_at_environment] if runs_code else []),
         *([look_at_functions, look_at_costs] if runs_code else [read_functions, say_left_out]),

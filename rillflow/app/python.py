@@ -25,8 +25,7 @@ from rillflow.app.run import Run
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import CallbackError, ConfigError, Interrupted, RewardError
 from rillflow.records.metrics import Metrics
-from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.remote import is_url
+from rillflow.rewards.function import FunctionPath, is_url
 from rillflow.rewards.source import shipped
 from rillflow.runs.busy_machine import share_cores
 from rillflow.runs.error_lines import innermost_line
@@ -139,7 +138,7 @@ def _holds_out(loaded: Resolved, recipe: object) -> bool:
 
     It does in ``settings``, and in a dict that names no source. Others apply to the recipe's own source.
     """
-    is_bare = isinstance(recipe, Mapping) and "task.source" not in leaves(recipe)
+    is_bare = isinstance(recipe, Mapping) and "task.source" not in dict(leaves(recipe))
     origins = {loaded.given.get(name) for name in ("task.held_out", "task.held_out_source")} - {None}
     return bool(origins) if is_bare else "--set" in origins
 

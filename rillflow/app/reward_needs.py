@@ -10,7 +10,6 @@ from rillflow.app.contradictions import Contradiction
 from rillflow.app.resolved import Resolved
 from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.judge_prompt import RATING
-from rillflow.rewards.remote import is_url, url_problem
 
 
 def reward_needs(resolved: Resolved) -> Iterator[Contradiction]:
@@ -44,16 +43,6 @@ def _functions(resolved: Resolved) -> Iterator[Contradiction]:
             why="it needs a finite weight for at least one function",
             fix='set reward.functions = { "rewards.py:exact" = 1.0, "rewards.py:brief" = 0.1 }',
         )
-    urls = [(f"reward.functions has {text!r}, which", text) for text in weights or {} if is_url(text)]
-    urls += [("reward.url", config.url)] if config.url is not None else []
-    problems = [url_problem(setting, url) for setting, url in urls]
-    yield from (Contradiction.of(problem) for problem in problems if problem is not None)
-    if config.key_variable is not None and not urls:
-        yield Contradiction(
-            f"reward.key_variable is {config.key_variable!r}, and no reward has a url",
-            why="the key is sent to a server that scores",
-            fix="set reward.url, or remove reward.key_variable",
-        )
 
 
 def _weights(resolved: Resolved) -> Iterator[Contradiction]:
@@ -78,7 +67,7 @@ def _judge(resolved: Resolved) -> Iterator[Contradiction]:
     recipe, judge, config = resolved.recipe, resolved.recipe.reward.judge, resolved.recipe.algorithm
     if judge is None:
         return
-    yield from _judge_place(resolved, judge)
+    yield from _judge_place(judge)
     if recipe.reward.model is not None and recipe.reward.weights is None:
         yield Contradiction(
             f"reward.judge.{'url' if judge.url else 'model'} is {judge.url or judge.model!r} "
@@ -101,43 +90,19 @@ def _judge(resolved: Resolved) -> Iterator[Contradiction]:
         )
 
 
-def _judge_place(resolved: Resolved, judge: JudgeConfig) -> Iterator[Contradiction]:
+def _judge_place(judge: JudgeConfig) -> Iterator[Contradiction]:
     """Yield errors about where the judge is: a model of this run, or a server."""
     if (judge.model is None) == (judge.url is None):
         yield Contradiction(
-            'reward.judge has both model and url" if judge.url else "reward.judge has neither model nor url',
+            "reward.judge has both model and url" if judge.url else "reward.judge has neither model nor url",
             why="a judge is a model that this run loads, or a server",
             fix='set reward.judge.model = "path/to/judge", or reward.judge.url = "http://localhost:8000/v1"',
         )
-        return
-    remote = {name: vars(judge)[name] for name in ("model_name", "key_variable") if vars(judge)[name]}
-    if judge.url is None:
+    elif judge.url is None:
+        remote = {name: vars(judge)[name] for name in ("model_name", "key_variable") if vars(judge)[name]}
         for name, value in remote.items():
             yield Contradiction(
                 f"reward.judge.{name} is {value!r}, and reward.judge.url is not set",
                 why="it belongs to a judge behind a server",
                 fix=f"set reward.judge.url, or remove reward.judge.{name}",
             )
-        return
-    problem = url_problem("reward.judge.url", judge.url)
-    if problem is not None:
-        yield Contradiction.of(problem)
-    if judge.model_name is None:
-        yield Contradiction(
-            f"reward.judge.url is {judge.url!r}, and reward.judge.model_name is not set",
-            why="a request to a chat endpoint names the model",
-            fix='set reward.judge.model_name = "..."; the server lists its models at /v1/models',
-        )
-    if judge.frame is not None and judge.frame.chat:
-        yield Contradiction(
-            "reward.judge.frame.chat is true, and reward.judge.url is set",
-            why="the server applies the chat template to every request",
-            fix="remove reward.judge.frame.chat",
-        )
-    workers = resolved.recipe.reward.workers
-    if compares(judge) and (judge.compare == "tournament" or workers > 1):
-        yield Contradiction(
-            f"reward.judge.compare is {judge.compare!r} and reward.workers is {workers}",
-            why="a judge over HTTP asks for all pairs of a prompt at once, from one worker",
-            fix='set reward.judge.compare = "group" and reward.workers = 1, and raise http.concurrency',
-        )

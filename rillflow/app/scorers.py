@@ -1,20 +1,18 @@
 """Scorers: find the reward function that a recipe names.
 
-reward.function, reward.functions ─┬─ a name, or SCHEME:... , of a plugin ──> its scorer
-                                   ├─ http://... ──────────────────────────> a server that scores
-                                   └─ file.py:name, or a built-in name ────> a function
+reward.function, reward.functions, reward.url ─┬─ a name, or SCHEME:... , of a plugin ──> its scorer
+                                               └─ file.py:name ─────────────────────────> a function
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rillflow.app.plugins import brought
+from rillflow.app.plugins import PROVIDERS, absent, brought
 from rillflow.rewards.config import RewardConfig
-from rillflow.rewards.function import BUILT_IN, FunctionPath, parse_function
-from rillflow.rewards.remote import SCHEMES, is_url, remote_scores
+from rillflow.rewards.function import FunctionPath, parse_function
 
-_TAKEN = (*BUILT_IN, *(f"{scheme}:" for scheme in SCHEMES))
+_NAMES = [name for name in PROVIDERS["scorers"] if not name.endswith(":")]
 
 
 def scorer(text: str, base: Path, reward: RewardConfig) -> FunctionPath:
@@ -27,18 +25,19 @@ def scorer(text: str, base: Path, reward: RewardConfig) -> FunctionPath:
 
     Raises:
         RewardError: there is no such function.
-        ConfigError: two plugins bring its name.
+        ConfigError: the part that brings it is not installed, or two plugins bring its name.
     """
-    if is_url(text):
-        return remote_scores(text, reward)
-    return shipped_scorer(text, base, reward) or parse_function(text, base)
+    return shipped_scorer(text, reward) or parse_function(text, base, names=_NAMES)
 
 
-def shipped_scorer(text: str, base: Path, reward: RewardConfig) -> FunctionPath | None:
-    """Return the function of a name or scheme that the core or a plugin brings; None for the user's own."""
-    if text in BUILT_IN:
-        return parse_function(text, base)
-    known = brought(lambda plugin: plugin.scorers, "scorer", _TAKEN)
-    scheme = f"{text.partition(':')[0]}:"
-    make = known.get(text) or known.get(scheme)
-    return None if make is None else make(text, reward)
+def shipped_scorer(text: str, reward: RewardConfig) -> FunctionPath | None:
+    """Return the function of a name or scheme that a plugin brings; None for the user's own."""
+    known = brought(lambda plugin: plugin.scorers, "scorer")
+    for name in (text, f"{text.partition(':')[0]}:"):
+        if name in known:
+            return known[name](text, reward)
+        if name in PROVIDERS["scorers"]:
+            error = absent("scorers", name, f"the reward {text!r}")
+            assert error is not None, "its part is known"
+            raise error
+    return None

@@ -1,6 +1,6 @@
-"""Kernel: Linux system calls that Python 3.11 lacks, and the filter that denies system calls to a cell.
+"""Kernel: Linux system calls that Python 3.11 lacks, and the filter of denied system calls.
 
-    names and numbers ── build_filter, once ──> BPF program ── deny_calls ──> a cell and its child processes
+    names and numbers ── build_filter, once ──> BPF program ── deny_calls ──> a process and its children
 
 The seccomp filter is a deny list, so ordinary programs run unchanged. It denies calls that reach other
 processes, create namespaces or mounts, open sockets other than UNIX and IP, or widen the kernel's attack
@@ -47,7 +47,7 @@ def ask(call: str, *arguments: object, about: str = "") -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Return the C library, cached: a cell takes about twenty calls, and opening it costs more than most."""
+    """Return the C library, cached: a row takes about twenty calls, and opening it costs more than most."""
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -181,7 +181,7 @@ _TYPING = (0x5412, 0x541C)
 _X32 = 0x40000000
 
 COUNT_PROGRAMS = 0x52494C
-"""Kind of child for which a watched process calls waitid to learn how many programs of its cell run."""
+"""Kind of child for which a watched process calls waitid to learn how many programs of its namespace run."""
 
 _LINEAR = 4
 """Largest number of calls that are compared one after the other."""
@@ -261,7 +261,7 @@ def waiting_calls() -> tuple[int, int]:
 
 
 def running_programs() -> int:
-    """Return how many programs run in this watched cell, after all that ended ones left is killed."""
+    """Return how many programs run in this watched namespace, after all that ended ones left is killed."""
     number: int = _library()["syscall"](waiting_calls()[1], COUNT_PROGRAMS, 0, None, 0, None)
     return number
 

@@ -7,7 +7,7 @@
                                             the function's file, the modules it imports   copies
                                             files of reward.files                         read only
                                             /tmp                                          empty, 256 MiB
-                   └─ fork ─> warm process ── one cell per row; see rewards/cells.py
+                   └─ fork ─> warm process ── one namespace per row; see rewards/isolated_process.py
 
 The kernel enforces the isolation, not Python. If the driver may map further users (mostly as root), the
 function and its programs each run as a separate user. Otherwise both share the driver's user, and the level
@@ -187,8 +187,8 @@ def show_own_processes() -> None:
 def enclose(visible: Visible) -> None:
     """Restrict this process and its forks to the sandbox's files.
 
-    It keeps the capabilities of its user namespace; a cell drops them before any code of the user or a model
-    runs in it.
+    It keeps the capabilities of its user namespace; the process of a row drops them before any code of
+    the user or a model runs in it.
 
     Args:
         visible: the user's files to show.
@@ -217,7 +217,7 @@ def enclose(visible: Visible) -> None:
         Path(_NEW_ROOT + name).symlink_to(Path(name).readlink())
     for name in _DEVICES:
         _bind(name)
-    for name in (*_FILES, *visible.copies):  # a bind would be one more mount for every cell to copy
+    for name in (*_FILES, *visible.copies):  # a bind would be one more mount for every namespace to copy
         _copy(name)
     Path(_NEW_ROOT + "/dev/shm").symlink_to("/tmp")  # semaphores and shared memory are files there
     for name in filter(None, [visible.folder]):
@@ -239,9 +239,10 @@ def mount_processes(target: str) -> None:
 
 
 def python_folders() -> list[str]:
-    """Return the folders of the interpreter, its installed packages and this package; not all of sys.path."""
-    package = str(Path(__file__).resolve().parents[1])
-    return [sys.prefix, sys.base_prefix, *site.getsitepackages(), *installed_folders(), package]
+    """Return the folders of Python, installed packages, Rillflow and its parts; not all of sys.path."""
+    own = Path(__file__).resolve().parents[1]
+    rillflow = [str(own), str(own.with_name("rillflow_parts"))]
+    return [sys.prefix, sys.base_prefix, *site.getsitepackages(), *installed_folders(), *rillflow]
 
 
 def installed_folders() -> list[str]:

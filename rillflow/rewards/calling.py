@@ -4,7 +4,7 @@
     call frame ── function(**columns) ── one verdict per row ──> scores | raised | malformed
     run frame ─── function(**columns) ── any JSON ─────────────> returned | raised
     a function with a parameter log_metric gets a callable; its sums travel in the same answer
-    in the sandbox: the same calls, each row in its own fork; see rewards/cells.py
+    in the sandbox: the same calls, each row in its own fork; see rewards/isolated_process.py
 
     consumes      frames from the request pipe
     waits for     the next frame; the supervisor ends this process when the driver exits
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.isolation.frames import Frame, encode, read_frames, write_all
-from rillflow.rewards.cells import RowCells
+from rillflow.rewards.isolated_process import IsolatedRows
 from rillflow.rewards.logged import LOG_METRIC, Logged
 from rillflow.rewards.outcome import VALUE_CHARACTERS, shown_value, verdict_of
 
@@ -63,7 +63,7 @@ def serve(
     *,
     level: str = "none",
     shortcomings: Sequence[str] = (),
-    cells: RowCells | None = None,
+    isolated: IsolatedRows | None = None,
 ) -> None:
     """Answer every frame until the request pipe ends.
 
@@ -72,7 +72,7 @@ def serve(
         answers: file descriptor of the answer pipe.
         level: sandbox level, reported to the driver.
         shortcomings: guarantees that this machine lacks, reported to the driver.
-        cells: runs every row in a cell; None calls the function in this process.
+        isolated: runs every row in a namespace of its own; None calls the function in this process.
     """
     process = os.getpid()
 
@@ -88,8 +88,8 @@ def serve(
     try:
         shortcomings = [*shortcomings, *_limit(load["memory_bytes"])]
         function = load_function(load)
-        if cells is not None:
-            _require_cells(cells)
+        if isolated is not None:
+            _require_namespace(isolated)
         answer(
             {
                 "type": "ready",
@@ -104,17 +104,17 @@ def serve(
         return
     call = partial(_called, function, Path(load["file"]), logs=LOG_METRIC in _named(function))
     for request in frames:
-        answered = call(request) if cells is None else cells.call(call, request)
+        answered = call(request) if isolated is None else isolated.call(call, request)
         answer({**answered, "number": request["number"]})
 
 
-def _require_cells(cells: RowCells) -> None:
-    """Try a cell before a row needs one.
+def _require_namespace(isolated: IsolatedRows) -> None:
+    """Try a namespace before a row needs one.
 
     Raises:
         Refused: the kernel does not allow one.
     """
-    tried = cells.call(lambda _: {"type": "returned", "what": "null"}, {"type": "try"})
+    tried = isolated.call(lambda _: {"type": "returned", "what": "null"}, {"type": "try"})
     if tried["type"] != "returned":
         raise Refused(f"could not be sandboxed: a process for one row {tried['what']}")
 

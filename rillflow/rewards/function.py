@@ -11,13 +11,12 @@ passed by these names, every column of the prompts file by its own.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from rillflow.errors import RewardError, install_package, nearest
+from rillflow.errors import RewardError, nearest
 from rillflow.isolation.frames import Frame
 from rillflow.rewards.syntax import parsed
 
@@ -29,10 +28,8 @@ Columns = Mapping[str, Sequence[object]]
 
 V = TypeVar("V")
 
-BUILT_IN = {"math-verify": "math_answers.py", "code-tests": "code_tests.py"}
-"""Files of the functions that a recipe names without a file."""
-_PACKAGES = {"math-verify": "math_verify"}
-_FOLDER = Path(__file__).parent / "built_in"
+SCHEMES = ("http", "https")
+"""Schemes of addresses of servers that score."""
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -64,23 +61,33 @@ class FunctionPath:
         return self.address or (self.name if self.text else f"{self.file.name}:{self.name}")
 
 
-def parse_function(text: str, base: Path, what: str = "reward function") -> FunctionPath:
-    """Parse ``file.py:name``, with a relative file below ``base``. Nothing in the file is executed.
+def is_url(text: str) -> bool:
+    """Return whether a text names a server, and not a function."""
+    return text.partition("://")[0] in SCHEMES
 
-    ``what`` names the function in errors. A name of ``BUILT_IN`` is a function of this package.
+
+def parse_function(
+    text: str, base: Path, what: str = "reward function", names: Collection[str] = ()
+) -> FunctionPath:
+    """Parse ``file.py:name``. Nothing in the file is executed.
+
+    Args:
+        text: the file and the function's name.
+        base: folder of a relative file.
+        what: the function in errors.
+        names: names that may stand there instead, for errors.
 
     Raises:
         RewardError: the text has another form, or the file is missing, is not a Python file, or does not bind
-            the name; a package that a built-in function needs is not installed.
+            the name.
     """
-    if text in BUILT_IN:
-        return _built_in(text)
     written, colon, name = text.rpartition(":")
     if not colon or not written or not name.isidentifier():
         raise RewardError(
             f"the {what} {text!r} is not a path and a name",
             why="it must be a file, a colon and the name of a function",
-            fix=f"write it like rewards.py:exact, or name a built-in function: {', '.join(BUILT_IN)}",
+            fix="write it like rewards.py:exact"
+            + (f", or name a built-in function: {', '.join(names)}" if names else ""),
         )
     file = _locate(base / written, f"{what} {text!r}")
     names = _bound_names(_parse(file))
@@ -89,17 +96,6 @@ def parse_function(text: str, base: Path, what: str = "reward function") -> Func
             f"{file} has no function {name!r}", why="the file does not define it", fix=nearest(name, names)
         )
     return FunctionPath(file=file, name=name)
-
-
-def _built_in(name: str) -> FunctionPath:
-    package = _PACKAGES.get(name)
-    if package is not None and find_spec(package) is None:
-        raise RewardError(
-            f"reward.function is {name!r}, and {package} is not installed",
-            why="the function calls it",
-            fix=install_package(name.partition("-")[0]),
-        )
-    return FunctionPath(file=_FOLDER / BUILT_IN[name], name=name.replace("-", "_"))
 
 
 def place_of(function: FunctionPath) -> str:

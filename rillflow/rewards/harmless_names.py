@@ -104,7 +104,7 @@ _LISTED = {
         "random randint randrange choice choices sample shuffle uniform gauss seed Random betavariate "
         "expovariate normalvariate getrandbits"
     ),
-    "rillflow.rewards.built_in.math_answers": _words("math_verify"),
+    "rillflow_parts.scorers.math_answers": _words("math_verify"),
     "shlex": _words("split quote join"),
     "string": _words(
         "ascii_letters ascii_lowercase ascii_uppercase digits hexdigits octdigits printable punctuation "

@@ -32,7 +32,7 @@ from rillflow.isolation.kernel import running_programs
 KEEP = "rillflow.keep_files"
 """Audit event with the files that ``programs.keep_files`` keeps."""
 ROOT = "/tmp"
-"""The only folder of a cell that its programs can change."""
+"""The only folder of a namespace that its programs can change."""
 REMEMBERED_BYTES = 1 << 26
 """Bytes of file contents that are remembered; a changed file beyond them is removed."""
 COMPILERS = (

@@ -1,17 +1,17 @@
 """Program watch: end what a row's program leaves behind, before the function learns that the program ended.
 
-    function, process 1 of its cell ── fork, vfork, clone, wait4, waitid ── seccomp ──> ProgramWatch, in
+    function, process 1 of its namespace ── fork, vfork, clone, wait4, waitid ── seccomp ──> ProgramWatch, in
                                     <── go on, or "not yet" ──────────────────────────  the warm process
 
-    consumes      notifications of the cell's filter; the ends of processes for which the function waits
-    waits for     nothing; ``cells`` polls its descriptors
+    consumes      notifications of the namespace's filter; the ends of processes for which the function waits
+    waits for     nothing; ``isolated_process`` polls its descriptors
     unblocked by  a notification, or the end of a process
     produces      a reply to each: a call that starts a process goes on at once; a wait of the function for a
                   program goes on when the program has ended and everything that it left is killed
-    shuts down    with the cell, whose end closes the notifications
+    shuts down    with the namespace, whose end closes the notifications
 
-Every process of a cell needs a reply before it can fork, so nothing is born while leftovers are killed. A
-leftover is a process that descends from no running child of the function. A child that the function started
+Every process of a namespace needs a reply before it can fork, so nothing is born while leftovers are killed.
+A leftover is a process that descends from no running child of the function. A child that the function started
 is told from an orphan, which process 1 adopts, by the order of replies: between two of them only one can be
 born. Standard library only.
 
@@ -47,7 +47,7 @@ _PAUSE_S = 0.0002
 
 @dataclass(frozen=True, kw_only=True)
 class _Process:
-    """One process below the cell's process 1, read from /proc."""
+    """One process below the namespace's process 1, read from /proc."""
 
     process: int
     """Process id."""
@@ -70,19 +70,19 @@ class _Wait:
     caller: int
     """The waiting process."""
     child: int
-    """Process id, in the cell, of the child; 0: any."""
+    """Process id, in the namespace, of the child; 0: any."""
 
 
 class ProgramWatch:
-    """Watch over the programs of one cell.
+    """Watch over the programs of one namespace.
 
     Args:
-        cell: process 1 of the cell.
+        first: process 1 of the namespace.
         control: socket through which process 1 sends the descriptor of its notifications.
     """
 
-    def __init__(self, cell: int, control: socket.socket) -> None:
-        self._cell, self._control = cell, control
+    def __init__(self, first: int, control: socket.socket) -> None:
+        self._first, self._control = first, control
         self._listener = -1
         self._children: dict[int, int] = {}
         self._ends: dict[int, int] = {}
@@ -120,15 +120,15 @@ class ProgramWatch:
         notice = bytearray(_NOTICE.size)
         try:
             fcntl.ioctl(self._listener, _RECEIVE, notice)
-        except OSError:  # the caller has ended, or the cell
-            if not _exists(self._cell):
+        except OSError:  # the caller has ended, or the namespace
+            if not _exists(self._first):
                 os.close(self._listener)
                 self._listener = -1
             return
         number, thread, _, call, _, _, first, second, third, fourth, *_ = _NOTICE.unpack(notice)
         caller = _group_of(thread)
         if call not in waiting_calls():
-            if caller != self._cell:
+            if caller != self._first:
                 self._note_birth(list(self._processes()) if self._starter else [], thread)
             else:
                 self._settle(thread)
@@ -180,7 +180,7 @@ class ProgramWatch:
     def _is_functions(self, process: int) -> bool:
         """Return whether a process is the function, or a fork of it that has loaded no program."""
         every = {each.process: each for each in self._processes()}
-        while process != self._cell:
+        while process != self._first:
             if process not in every or every[process].has_program:
                 return False
             process = every[process].parent
@@ -207,7 +207,7 @@ class ProgramWatch:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each.process, signal.SIGKILL)
             if time.monotonic() > until:  # the kernel waits for a device: the row ends
-                os.kill(self._cell, signal.SIGKILL)
+                os.kill(self._first, signal.SIGKILL)
                 return
             time.sleep(_PAUSE_S)
 
@@ -215,7 +215,7 @@ class ProgramWatch:
         """Find the child whose start was let go on last: the only process since then."""
         until = time.monotonic() + _BIRTH_LIMIT_S
         while self._starter:
-            own = [each for each in every if each.parent == self._cell]
+            own = [each for each in every if each.parent == self._first]
             born = [each for each in own if (each.process, each.started) not in self._seen]
             for each in born:
                 self._children[each.process] = each.started
@@ -240,13 +240,13 @@ class ProgramWatch:
                 self._ends[process] = os.pidfd_open(process)
 
     def _processes(self) -> Iterator[_Process]:
-        """Yield all processes of the cell but process 1."""
+        """Yield all processes of the namespace but process 1."""
         every = {each.process: each for each in _all_processes()}
         for each in every.values():
             parent = each.parent
-            while parent != self._cell and parent in every:
+            while parent != self._first and parent in every:
                 parent = every[parent].parent
-            if parent == self._cell:
+            if parent == self._first:
                 yield each
 
 

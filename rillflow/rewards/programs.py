@@ -1,10 +1,10 @@
 """Programs: run a model's Python code isolated from the scoring process.
 
-    run_python(code) ── a socket for one request ──> process 1 of a cell: limits, output <── start ── runner
-                                                        └─ fork ─> the program
+    run_python(code) ─ a socket for one request ─> process 1 of a namespace: limits, output <─ start ─ runner
+                                                      └─ fork ─> the program
     FinishedProgram  <── stdout, stderr, exit code ──────┘
 
-    runner        waits until the current cell takes a request or ends; then creates the next cell
+    runner        waits until the current namespace takes a request or ends; then creates the next one
     process 1     consumes one request, from a socket that no program can reach; waits for it, then for the
                   program, its output, its deadline, and the exit of the requester; produces one frame
     shuts down    healthy: the socket ends; crash: the keeper's end kills all of it
@@ -12,8 +12,8 @@
 Inside a sandboxed reward or agent, the sandbox's runner runs the code in a few milliseconds. Elsewhere each
 call starts its own sandbox. The program is a fork of the runner, so that it starts without a new interpreter.
 The runner is forked before the function is loaded: its memory holds only the standard library and this
-package. The cell of the next program is created before its request comes, while the current program runs.
-Standard library only, so that a reward function starts quickly.
+package. The namespace of the next program is created before its request comes, while the current program
+runs. Standard library only, so that a reward function starts quickly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rillflow.errors import RewardError
 from rillflow.isolation.frames import Frame, FrameError, FrameReader, encode, read_frames, write_all
 from rillflow.isolation.kernel import BIND, MOUNTS, NO_DEVICES, NO_SET_USER, READ_ONLY, ask, mount
 from rillflow.isolation.sandbox import PROGRAM_USER, Level, Visible
-from rillflow.rewards.cells import CellRules, fork, furnish, give_up, start
+from rillflow.rewards.isolated_process import NamespaceRules, fork, furnish, give_up, start
 from rillflow.rewards.program_files import KEEP
 from rillflow.rewards.supervised import RUNNER, Supervised
 
@@ -176,12 +176,12 @@ def _finished(answers: socket.socket) -> FinishedProgram:
 # ---- the runner
 
 
-def serve_programs(requests: socket.socket, rules: CellRules, visible: Visible) -> None:
+def serve_programs(requests: socket.socket, rules: NamespaceRules, visible: Visible) -> None:
     """Run programs until the request socket ends.
 
     Args:
         requests: socket whose messages carry the socket of one request each.
-        rules: see CellRules.
+        rules: see NamespaceRules.
         visible: user files that the sandbox shows and that programs must not see.
     """
     _hide(visible)
@@ -191,11 +191,11 @@ def serve_programs(requests: socket.socket, rules: CellRules, visible: Visible) 
         reading, writing = os.pipe()
         start(partial(_one_program, requests, writing, rules))
         os.close(writing)
-        while os.waitpid(-1, os.WNOHANG)[0]:  # reap ended cells; the new one still runs
+        while os.waitpid(-1, os.WNOHANG)[0]:  # reap ended namespaces; the new one still runs
             pass
         said = os.read(reading, 1)
         os.close(reading)
-        if not said:  # the kernel refused a cell: one request gets no answer
+        if not said:  # the kernel refused a namespace: one request gets no answer
             for descriptor in socket.recv_fds(requests, 16, 1)[1]:
                 os.close(descriptor)
 
@@ -210,8 +210,8 @@ def _hide(visible: Visible) -> None:
             mount("/dev/null", name, None, BIND)
 
 
-def _one_program(requests: socket.socket, taken: int, rules: CellRules) -> int:
-    """Run process 1 of a program's cell: take a request, run the program, collect its output, answer."""
+def _one_program(requests: socket.socket, taken: int, rules: NamespaceRules) -> int:
+    """Run process 1 of a program's namespace: take a request, run the program, collect its output, answer."""
     furnish(rules, is_program=True)
     _, descriptors, *_ = socket.recv_fds(requests, 16, 1)
     requests.close()
@@ -303,7 +303,7 @@ def _read_some(descriptor: int, kept: dict[int, bytes]) -> bool:
 # ---- the program's own process
 
 
-def _run(standard: tuple[int, int, int], memory_bytes: int, rules: CellRules) -> int:
+def _run(standard: tuple[int, int, int], memory_bytes: int, rules: NamespaceRules) -> int:
     """Drop all privileges, then run the file like ``python program.py``; return its exit status."""
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)

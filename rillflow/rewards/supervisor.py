@@ -48,7 +48,7 @@ from rillflow.isolation.sandbox import (
     show_own_processes,
 )
 from rillflow.rewards.calling import serve
-from rillflow.rewards.cells import CellRules, RowCells, describe_end, fork
+from rillflow.rewards.isolated_process import IsolatedRows, NamespaceRules, describe_end, fork
 from rillflow.rewards.programs import serve_programs
 from rillflow.rewards.supervised import REFUSED, RUNNER, Supervised
 
@@ -223,18 +223,18 @@ def _keep(plan: Supervised, held: _Held) -> None:
         os.close(plan.status)
         end_with_parent()
         faulthandler.enable()
-        cells = None
+        isolated = None
         if runner is not None:
             os.environ[RUNNER] = str(runner.fileno())
             sys.dont_write_bytecode = True
             kept = (plan.requests, plan.answers)
-            cells = RowCells(rules=_rules(plan, held), kept=kept, folder=plan.visible.folder)
+            isolated = IsolatedRows(rules=_rules(plan, held), kept=kept, folder=plan.visible.folder)
         serve(
             plan.requests,
             plan.answers,
             level=held.level,
             shortcomings=held.shortcomings,
-            cells=cells,
+            isolated=isolated,
         )
 
     child = held.runner if runner is None and held.runner else fork(run)
@@ -281,9 +281,9 @@ def _open_door(door: int) -> None:
         socket.send_fds(driver, [b"door"], [listening.fileno()])
 
 
-def _rules(plan: Supervised, held: _Held) -> CellRules:
+def _rules(plan: Supervised, held: _Held) -> NamespaceRules:
     is_counted = held.group is not None
-    return CellRules(
+    return NamespaceRules(
         has_users=held.level is Level.FULL,
         call_filter=build_filter(is_memory_counted=is_counted),
         watched_filter=build_filter(is_memory_counted=is_counted, is_watched=True),

@@ -20,7 +20,6 @@ from rillflow.app.sections import Recipe
 from rillflow.errors import DataError, RunDirectoryError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.remote import is_url
 from rillflow.rewards.source import restored
 from rillflow.runs import layout
 from rillflow.runs.changes import Change, undone
@@ -184,14 +183,14 @@ def _kept_source(run: Path, name: str, wanted: str, shown: str) -> bytes:
             why=f"its text had the digest {wanted}, and {source} {state}",
             fix=f"restore {source}; rillflow verify {run} names all damaged files",
         )
-    return text
+    return text.replace(b"rillflow.rewards.built_in.", b"rillflow_parts.scorers.")  # the scorers' old modules
 
 
 def _kept_version(
     text: str, name: str, wanted: str, data: RecordedRun, reward: RewardConfig, folder: Path
 ) -> str:
     """Return the place of a function in the version of a digest; its own place if it has not changed."""
-    found = shipped_scorer(text, data.base, reward)
+    found = shipped_scorer(text, reward)
     written, _, function = text.rpartition(":")
     file = data.base / written if found is None else found.file
     if file.is_file() and digest(file.read_bytes()) == wanted:
@@ -214,8 +213,7 @@ def _kept_version(
 def _named(recipe: Recipe, name: str) -> str | None:
     """Return the setting that names a function, by its name in the config's sources; None if it is gone."""
     if name.startswith(SEVERAL):
-        texts = [text for text in recipe.reward.functions or {} if not is_url(text)]
-        names = {text.rpartition(":")[2].replace("-", "_"): text for text in texts}
+        names = {text.rpartition(":")[2].replace("-", "_"): text for text in recipe.reward.functions or {}}
         return names.get(name.removeprefix(SEVERAL))
     table: dict[str, Any] = recipe.model_dump()
     *sections, setting = _FUNCTIONS[name]

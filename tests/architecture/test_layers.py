@@ -25,7 +25,7 @@ ADAPTERS = {
     "rich": ("rillflow/runs/progress.py",),
     "pyarrow": ("rillflow/tasks/",),
     "datasets": ("rillflow/tasks/huggingface.py",),
-    "math_verify": ("rillflow/rewards/built_in/math_answers.py",),
+    "math_verify": ("rillflow_parts/scorers/math_answers.py",),
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
     "starlette": (

@@ -17,9 +17,9 @@ datasets = pytest.importorskip("datasets")
 pytest.importorskip("math_verify")
 
 from rillflow.app.recipe import load_recipe  # noqa: E402
+from rillflow.app.scorers import scorer  # noqa: E402
 from rillflow.errors import DataError  # noqa: E402
 from rillflow.rewards.config import RewardConfig  # noqa: E402
-from rillflow.rewards.function import parse_function  # noqa: E402
 from rillflow.rewards.outcome import Outcome, Score  # noqa: E402
 from rillflow.rewards.workers import RewardWorkers  # noqa: E402
 from rillflow.tasks.config import TaskConfig  # noqa: E402
@@ -220,7 +220,7 @@ def test_a_hundred_thousand_rows_in_seconds(tmp_path: Path) -> None:
 
 def scored(completions: list[Any], answers: list[Any], **settings: Any) -> list[Score]:
     config = RewardConfig(**{"timeout_s": 60, **settings})
-    with RewardWorkers(parse_function("math-verify", Path()), config) as workers:
+    with RewardWorkers(scorer("math-verify", Path(), config), config) as workers:
         return workers.score([""] * len(completions), completions, {"answer": answers})
 
 
@@ -361,7 +361,8 @@ def test_a_recipe_reads_data_of_the_shape_of_its_data_set(name: str, tmp_path: P
 
 def _score(function: str, completion: str, example: Example) -> Score:
     columns = {column: [value] for column, value in example.columns.items()}
-    with RewardWorkers(parse_function(function, Path()), RewardConfig(timeout_s=60)) as workers:
+    config = RewardConfig(timeout_s=60)
+    with RewardWorkers(scorer(function, Path(), config), config) as workers:
         (score,) = workers.score([""], [completion], columns)
     return score
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from rillflow_parts.replay.recorded_run import RecordedRun, settings_by_step
+from rillflow.app.recipe import load_recipe
+from rillflow.app.resume import digest
+from rillflow_parts.replay.recorded_run import RecordedRun, kept_functions, settings_by_step
 
 
 def start(after: int, *changes: tuple[str, Any, Any]) -> dict[str, Any]:
@@ -55,3 +57,17 @@ def test_a_step_has_the_settings_of_the_start_that_made_it(
     run: RecordedRun, first: int, last: int, wanted: list[tuple[float, int]]
 ) -> None:
     assert rates(run, first, last) == wanted
+
+
+def test_a_scorer_of_an_older_run_imports_the_modules_of_today(tmp_path: Path) -> None:
+    text = b"from rillflow.rewards.built_in.check_calls import passes\ndef code_tests(completions): ...\n"
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / f"reward-{digest(text)}.py").write_bytes(text)
+    data = RecordedRun(path=tmp_path, config={}, starts=[], steps={})
+    sections = {"algorithm": {"name": "grpo", "steps": 1}, "rollout": {"max_tokens": 4}}
+    named = {"policy": {"model": {"new": {}}}, "reward": {"function": "code-tests"}}
+    recipe = load_recipe({**sections, **named}).recipe
+    changed = kept_functions(recipe, data, {"sources": {"reward": digest(text)}}, tmp_path / "old")
+    file, _, name = changed["reward.function"].rpartition(":")
+    assert name == "code_tests"
+    assert Path(file).read_bytes().startswith(b"from rillflow_parts.scorers.check_calls import passes\n")

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.bias_notes import bias_notes, correction_notes, look_at_comparisons
-from rillflow.app.check_report import Report
-from rillflow.app.facts import RecipeFacts
+from rillflow.app.bias_notes import bias_notes, correction_notes
 from rillflow.app.recipe import load_recipe
 from rillflow.app.resolved import Resolved
 from rillflow.cli.main import main
@@ -128,47 +126,7 @@ def test_each_correction_tells_its_bias(name: Correction) -> None:
     assert "which biases the gradient (mismatch/bounded/share)" in note
 
 
-BEST = """
-def reward(prompts, completions, **columns):
-    scores = [len(each) for each in completions]
-    return [float(score == max(scores)) for score in scores]
-"""
-ALONE = """
-def reward(prompts, completions, **columns):
-    return [float(len(each)) for each in completions]
-"""
-
-
-def comparisons(folder: Path, text: str, *settings: str) -> list[str]:
-    (folder / "rewards.py").write_text(text)
-    given = loaded(*settings, reward={"function": f"{folder / 'rewards.py'}:reward"})
-    report = Report()
-    report.attempt(look_at_comparisons, RecipeFacts(resolved=given))
-    assert not report.problems
-    return report.notes
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["reward.sandbox=true"], "the sandbox calls it with one row at a time"),
-        (["reward.workers=2", "reward.sandbox=false"], "reward.workers is 2: each child gets a share"),
-        ([*READY, "reward.sandbox=false"], "ready first calls it with the answers to one prompt"),
-        (["reward.sandbox=false"], None),
-    ],
-)
-def test_a_reward_that_compares_rows_is_told_how_its_rows_are_divided(
-    tmp_path: Path, settings: list[str], said: str | None
-) -> None:
-    found = comparisons(tmp_path, BEST, *settings)
-    assert len(found) == (said is not None)
-    assert all("compares rows with each other (max(scores), rewards.py:4)" in each for each in found)
-    assert all(str(said) in each for each in found)
-    assert comparisons(tmp_path, ALONE, *settings) == []
-
-
 def test_check_and_the_start_of_a_run_print_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rewards.py").write_text(BEST)
     recipe = tmp_path / "run.toml"
     new = ", ".join(f"{name} = {json.dumps(value)}" for name, value in NEW.items())
     recipe.write_text(
@@ -185,10 +143,6 @@ model.new = {{ {new} }}
 [rollout]
 max_tokens = 4
 top_p = 0.8
-[reward]
-function = "rewards.py:reward"
-workers = 2
-sandbox = false
 [evaluate]
 problems = 0
 [algorithm]
@@ -200,4 +154,4 @@ prompts_per_step = 2
     for command in ("check", "run"):
         assert main([command, str(recipe), "--dir", str(tmp_path / "run")]) == 0
         said = " ".join("".join(capsys.readouterr()).split())
-        assert "warning: rollout.top_p is 0.8" in said and "compares rows with each other" in said
+        assert "warning: rollout.top_p is 0.8" in said

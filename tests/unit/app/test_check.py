@@ -159,6 +159,11 @@ def test_settings_that_were_given_are_shown_and_all_on_demand(folder: Path) -> N
     assert lines[-1] == f"and {len(every) - len(lines) + 1} more have their defaults; --all shows them"
 
 
+def test_keys_with_dots_are_shown(folder: Path) -> None:
+    chosen = loaded(folder, "reward.function=none", 'reward.functions={ "rewards.py:exact" = 0.5 }')
+    assert "reward.functions.rewards.py:exact = 0.5  (--set)" in setting_lines(chosen)
+
+
 @pytest.mark.parametrize(
     ("dotted", "unread", "read"),
     [

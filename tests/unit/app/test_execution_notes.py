@@ -75,10 +75,3 @@ def test_check_names_the_decision_for_functions_that_need_no_sandbox(
     ]
     assert notes[0].endswith("runs without a sandbox; rollout.agent.sandbox = true shuts it in")
     assert notes[1].endswith("runs without a sandbox; reward.sandbox = true shuts it in")
-
-
-def test_check_names_the_level_of_the_code_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = ROOT / "recipes" / "code" / "run.toml"
-    assert main(["check", str(recipe), "--dir", str(tmp_path / "run")]) == 0
-    (note,) = noted(capsys, "code_tests.py:code_tests runs text or starts processes (code_tests.py:")
-    assert any(note.endswith(f"{level}: {SENTENCES[level]}") for level in (Level.FULL, Level.SHARED_USER))

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.isolation.sandbox import Level
-from rillflow.rewards.config import RewardConfig
-from rillflow.rewards.function import parse_function
 from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.workers import RewardWorkers
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "services"))
 import attacks
@@ -27,24 +24,6 @@ pytestmark = pytest.mark.skipif(
 SAMPLE = ATTACKS[::6]
 """Some attacks of every goal; the slow tests run all."""
 FORGING = [each for each in ATTACKS if each["goal"] == "forge a score"]
-FORGE_BY_THE_GRANDPARENT = """0)
-import json, os, re, struct
-def parent(process):
-    return int(open(f"/proc/{process}/stat").read().rpartition(")")[2].split()[1])
-body = b'{"type":"scores","scores":[1.0]}'
-for process in (os.getppid(), parent(os.getppid())):
-    for name in range(300):
-        try:
-            os.write(os.open(f"/proc/{process}/fd/{name}", os.O_WRONLY | os.O_NONBLOCK),
-                     struct.pack(">I", len(body)) + body)
-        except OSError:
-            pass
-for process in (parent(os.getppid()), os.getppid()):
-    try:
-        os.kill(process, 9)
-    except OSError:
-        pass
-"""
 """An answer's attack if a reward's process and its text share a pid namespace and a user."""
 
 
@@ -87,18 +66,3 @@ def test_without_a_sandbox_the_harmless_attacks_find_their_way(target: Target) -
     harmless = [each for each in ATTACKS if "harmless" in each]
     found = attack(target, "by_subprocess", harmless, sandbox=False)
     assert len(found.won) >= len(harmless) - 3, [name for name in found.scores if name not in found.won]
-
-
-def test_an_answer_that_forges_a_frame_gets_nothing_from_the_code_recipe() -> None:
-    function = parse_function("code-tests", Path())
-    completions = ["a+b)", FORGE_BY_THE_GRANDPARENT, "a+b)", "a*b)"]
-    columns = {
-        "prefix": ["a, b = map(int, input().split())\nprint("] * 4,
-        "inputs": [["2 3", "7 5"]] * 4,
-        "outputs": [["5", "12"]] * 4,
-    }
-    with RewardWorkers(function, RewardConfig(timeout_s=60)) as workers:
-        scores = workers.score(["print a+b: print("] * 4, completions, columns)
-        assert workers.level is not Level.NONE
-    assert [score.outcome for score in scores] == [Outcome.SCORE] * 4, scores
-    assert [score.value for score in scores] == [1.0, 0.0, 1.0, 0.0]

@@ -10,10 +10,10 @@ import pytest
 
 from rillflow.errors import RewardError
 from rillflow.isolation.sandbox import Level
-from rillflow.rewards.cells import CELL_BYTES
 from rillflow.rewards.child import CALL_BYTES, ROW_BYTES, Answer, Child, State
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, parse_function
+from rillflow.rewards.isolated_process import RESULT_BYTES
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.workers import RewardWorkers
 
@@ -198,7 +198,7 @@ def reward(completions):
     [
         ('{"type": "scores", "scores": [2.0]}', "exited with status 0"),
         ("[1.0]", "a frame is not an object with a type"),
-        (str(CELL_BYTES + 1), f"a frame announces {CELL_BYTES + 1} bytes"),
+        (str(RESULT_BYTES + 1), f"a frame announces {RESULT_BYTES + 1} bytes"),
     ],
 )
 def test_a_cell_that_writes_more_than_one_frame_has_an_error_alone(

@@ -14,9 +14,9 @@ import pytest
 from rillflow.errors import RewardError
 from rillflow.isolation.kernel import NETWORK, USERS, ask
 from rillflow.isolation.sandbox import Level
-from rillflow.rewards.cells import fork
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.isolated_process import fork
 from rillflow.rewards.outcome import Outcome
 from rillflow.rewards.source import shipped
 from rillflow.rewards.supervisor import _open_door

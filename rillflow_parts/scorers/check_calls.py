@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rillflow.rewards.syntax import parsed
 
@@ -39,17 +39,30 @@ def passes(test: str, program: str, setup: str, entry_point: str, run: Run) -> b
     recording = _recording(test, mark)
     assert recording is not None, "the test is separable"
     calls = _marked(run(f"{setup}\n{recording}\ncheck(None)\n"), mark)
-    tail = "".join(
-        f"\ntry:\n    print({mark!r}, repr({entry_point}(*{arguments})), flush=True)\n"
-        f"except BaseException:\n    print({mark!r}, flush=True)"
-        for arguments in calls
-    )
-    values = _marked(run(f"{program}\n{setup}\n{tail}\n"), mark) if calls else []
-    if len(values) != len(calls) or not all(_is_literal(each) for each in (*calls, *values)):
+    values = printed_values(program, [f"{entry_point}(*{each})" for each in calls], setup, run)
+    if not all(is_literal(each) for each in (*calls, *values)):
         return False
     replayed = f"_values = iter([{', '.join(values)}])\ndef _candidate(*_, **__):\n    return next(_values)\n"
     done = f"check(_candidate)\nprint({mark!r}, 'done')"
     return _marked(run(f"{setup}\n{test}\n{replayed}\n{done}\n"), mark)[-1:] == ["done"]
+
+
+def printed_values(program: str, expressions: Sequence[str], setup: str, run: Run) -> list[str]:
+    """Return the printed value of each expression after the program; empty where it raised or is missing."""
+    if not expressions:
+        return []
+    mark = secrets.token_hex(16)
+    tail = "".join(
+        f"\ntry:\n    print({f'{mark} {place} '!r} + repr({each}), flush=True)\n"
+        "except BaseException:\n    pass"
+        for place, each in enumerate(expressions)
+    )
+    values = [""] * len(expressions)
+    for line in _marked(run(f"{program}\n{setup}\n{tail}\n"), mark):
+        place, _, value = line.partition(" ")
+        if place.isdecimal() and int(place) < len(values):
+            values[int(place)] = value
+    return values
 
 
 def _recording(test: str, mark: str) -> str | None:
@@ -81,12 +94,9 @@ class _Recorder(ast.NodeTransformer):
         if len(calls) != len(names) or any(call.keywords for call in calls):
             return node
         self.num_calls += len(calls)
-        shown = [f"print({self._mark!r}, repr({ast.unparse(_arguments(call))}))" for call in calls]
+        given = [ast.unparse(ast.Tuple(elts=call.args, ctx=ast.Load())) for call in calls]
+        shown = [f"print({self._mark!r}, repr({arguments}))" for arguments in given]
         return parsed("if True:\n    " + "\n    ".join(shown or ["pass"])).body[0]
-
-
-def _arguments(call: ast.Call) -> ast.expr:
-    return ast.Tuple(elts=call.args, ctx=ast.Load())
 
 
 def _calls(node: ast.AST, name: str) -> list[ast.Call]:
@@ -106,7 +116,8 @@ def _marked(output: str, mark: str) -> list[str]:
     return [line[1] if len(line) > 1 else "" for line in lines]
 
 
-def _is_literal(text: str) -> bool:
+def is_literal(text: str) -> bool:
+    """Return whether a text is a Python literal."""
     try:
         ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):

@@ -1,25 +1,25 @@
-"""Cells: isolate one row, or one program, in its own processes, /tmp and IPC, which end with it.
+"""Isolated process: run one row or one program in a pid namespace with its own /tmp and IPC.
 
-    warm process ─┬─ row 0 ── go ──> cell: function(**columns of row 0) ──> one frame, exit 0 ──> verdict
+    warm process ─┬─ row 0 ── go ──> namespace: function(**columns of row 0) ──> one frame, exit 0 ──> verdict
                   ├─ row 1 ── created in the meantime, waits for its turn
                   ├─ ...      late, dead, or not exactly one frame: an outcome of that row alone
                   └─ all verdicts ──> one answer to the driver
 
-    a cell: start ──> process 1 of a new pid namespace ── furnish, give_up ──> the user's function, one row
-                        └─ its child processes: same cell, no capability, filtered calls
+    start ──> process 1 of a new pid namespace ── furnish, give_up ──> the user's function, one row
+                └─ its child processes: same namespace, no capability, filtered calls
 
 Process 1 of a pid namespace cannot be killed or stopped from inside; ``hide_memory`` closes its memory and
 descriptors to ptrace and /proc. So a program that the function starts can neither end the function nor reach
 the pipe with its answer, and the function keeps its threads. When process 1 ends, the kernel ends all
-processes of the cell. A cell has no access to the pipe to the driver.
+processes of the namespace. None has access to the pipe to the driver.
 
-``RowCells`` runs the rows of a call:
-    consumes      one frame from each cell, on a separate pipe
-    waits for     the frame and the cell's end, until the row's deadline
-    unblocked by  either; a late cell is killed with all processes that it started
+``IsolatedRows`` runs the rows of a call:
+    consumes      one frame from each row, on a separate pipe
+    waits for     the frame and the end of process 1, until the row's deadline
+    unblocked by  either; a late row is killed with all processes that it started
     produces      one verdict per row
 
-The function runs in one cell at a time. The next row's cell is created in the meantime on another core, and
+The function runs on one row at a time. The next row's process is created in the meantime on another core, and
 waits before the call. A row gets an equal share of the remaining time; late rows are tried once more with the
 time that the others did not use. Standard library only.
 """
@@ -63,12 +63,12 @@ from rillflow.rewards.outcome import VERDICT_CHARACTERS, Verdict, is_verdict
 from rillflow.rewards.program_files import ProgramFiles
 from rillflow.rewards.program_watch import ProgramWatch
 
-CELL_BYTES = 1 << 22
-"""Longest answer of one cell, in bytes."""
+RESULT_BYTES = 1 << 22
+"""Longest answer of one row, in bytes."""
 LEAST_LIMIT_S = 0.05
 """Shortest time limit of a row in seconds."""
 MAX_PROCESSES = 256
-"""Largest number of processes and threads of one cell, if its user is not the driver's."""
+"""Largest number of processes and threads of one namespace, if its user is not the driver's."""
 
 _HIGH_DESCRIPTOR = 200
 _KEYCTL = {"x86_64": 250, "aarch64": 219}
@@ -77,21 +77,21 @@ _NO_SYSTEM_CALL = 38  # ENOSYS
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellRules:
-    """The rules of every cell of a sandbox."""
+class NamespaceRules:
+    """The rules of every namespace of a row or program."""
 
     has_users: bool
     """Whether functions and programs run as separate users."""
     call_filter: bytes
     """Filter of denied system calls, as ``isolation.kernel.build_filter`` returns it."""
     watched_filter: bytes = b""
-    """The same filter for a reward's cells, whose programs a ``ProgramWatch`` watches."""
+    """The same filter for rows of a reward, whose programs a ``ProgramWatch`` watches."""
     has_door: bool
     """Whether the sandbox's network leads to the policy; programs then get an empty network."""
     python: Sequence[str] = ()
-    """Python's paths below /tmp, which every cell shows at the same paths."""
+    """Python's paths below /tmp, which every namespace shows at the same paths."""
     visible: Sequence[str] = ()
-    """Paths of the user's files below /tmp, which the function's cells show."""
+    """Paths of the user's files below /tmp, which the function's namespaces show."""
 
 
 def start(run: Callable[[], int]) -> int:
@@ -147,7 +147,7 @@ def describe_end(ended: int) -> str:
     return f"was killed by signal {-code} ({name}){memory}"
 
 
-def furnish(rules: CellRules, *, is_program: bool = False) -> None:
+def furnish(rules: NamespaceRules, *, is_program: bool = False) -> None:
     """Give process 1 its own mounts, IPC, keyring and process group. Needs capabilities, and keeps them.
 
     Raises:
@@ -174,12 +174,12 @@ def furnish(rules: CellRules, *, is_program: bool = False) -> None:
     kernel.hide_memory()
 
 
-def give_up(user: int | None, rules: CellRules, *, is_watched: bool = False) -> int:
+def give_up(user: int | None, rules: NamespaceRules, *, is_watched: bool = False) -> int:
     """Become a user without privileges, and filter system calls. Child processes cannot regain any privilege.
 
     Args:
         user: id of the user to become; None keeps the driver's.
-        rules: see CellRules.
+        rules: see NamespaceRules.
         is_watched: whether starts and waits notify a listener.
 
     Returns:
@@ -202,15 +202,15 @@ def give_up(user: int | None, rules: CellRules, *, is_watched: bool = False) -> 
     return -1
 
 
-# ---- rows in cells
+# ---- rows in namespaces of their own
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cell:
-    """The warm process's handle of a cell that waits for its turn."""
+class _Row:
+    """The warm process's handle of a row that waits for its turn."""
 
     process: int
-    """Process 1 of the cell."""
+    """Process 1 of the row's namespace."""
     turn: int
     """Descriptor to which a byte is written to start the call."""
     answers: int
@@ -219,7 +219,7 @@ class _Cell:
     """Ends what the programs of the row leave behind."""
 
     def end(self) -> int:
-        """Kill the rest of the cell; return its ``waitpid`` status."""
+        """Kill the rest of the namespace; return its ``waitpid`` status."""
         os.kill(self.process, signal.SIGKILL)
         status = os.waitpid(self.process, 0)[1]
         for descriptor in (self.turn, self.answers):
@@ -229,13 +229,13 @@ class _Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowCells:
-    """Runner of a function that puts each row in a cell."""
+class IsolatedRows:
+    """Runner of a function that puts each row in a namespace."""
 
-    rules: CellRules
-    """Rules of the cells."""
+    rules: NamespaceRules
+    """Rules of the namespaces."""
     kept: Sequence[int]
-    """Descriptors to close in every cell: those to the driver."""
+    """Descriptors to close in every namespace: those to the driver."""
     folder: str
     """Working directory of the function; empty: /tmp."""
 
@@ -276,7 +276,7 @@ class RowCells:
     def _in_turn(
         self, run: Callable[[Frame], Frame], requests: Sequence[Frame], limit_s: Callable[[int], float]
     ) -> Generator[Frame]:
-        """Yield one answer per request: ``raised`` if its cell died, ``late`` if it exceeded its time.
+        """Yield one answer per request: ``raised`` if its process died, ``late`` if it exceeded its time.
 
         Args:
             run: see ``call``.
@@ -286,30 +286,30 @@ class RowCells:
         following = self._make(run, requests[0]) if requests else None
         try:
             for place in range(len(requests)):
-                cell, following = following, None
-                assert cell is not None, "each cell is started before its turn"
+                row, following = following, None
+                assert row is not None, "each row is started before its turn"
                 try:
-                    with contextlib.suppress(BrokenPipeError):  # the cell's status has the reason
-                        os.write(cell.turn, b"x")
+                    with contextlib.suppress(BrokenPipeError):  # the status of its end has the reason
+                        os.write(row.turn, b"x")
                     limit = limit_s(len(requests) - place)
                     begun = time.monotonic()
                     if place + 1 < len(requests):
-                        following = self._make(run, requests[place + 1], beside=cell)
+                        following = self._make(run, requests[place + 1], beside=row)
                 except BaseException:
-                    cell.end()
+                    row.end()
                     raise
-                yield _awaited(cell, limit, begun)
+                yield _awaited(row, limit, begun)
         finally:
             if following is not None:
                 following.end()
 
-    def _make(self, run: Callable[[Frame], Frame], request: Frame, beside: _Cell | None = None) -> _Cell:
-        """Create a cell that waits for its turn.
+    def _make(self, run: Callable[[Frame], Frame], request: Frame, beside: _Row | None = None) -> _Row:
+        """Create the process of a row, which waits for its turn.
 
         Args:
             run: see ``call``.
             request: the request of its row.
-            beside: the running cell, whose descriptors the new cell must not have.
+            beside: the running row, whose descriptors the new process must not have.
         """
         go_read, go_write = os.pipe()
         reading, writing = os.pipe()
@@ -322,7 +322,7 @@ class RowCells:
             theirs.close()
             for descriptor in (go_read, writing):
                 os.close(descriptor)
-        return _Cell(process=process, turn=go_write, answers=reading, watch=ProgramWatch(process, ours))
+        return _Row(process=process, turn=go_write, answers=reading, watch=ProgramWatch(process, ours))
 
     def _within(
         self,
@@ -333,7 +333,7 @@ class RowCells:
         control: socket.socket,
         unused: Sequence[int],
     ) -> int:
-        """Run process 1 of the cell."""
+        """Run process 1 of the row's namespace."""
         answers = fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, _HIGH_DESCRIPTOR)
         for descriptor in (writing, *unused, *self.kept):
             os.close(descriptor)
@@ -362,26 +362,26 @@ def _row_of(request: Frame, row: int) -> Frame:
     return {**request, "rows": 1, "columns": columns}
 
 
-def _awaited(cell: _Cell, limit_s: float, begun: float) -> Frame:
-    """Wait for one frame and a clean end of the cell, then remove it; return the frame or a failure."""
+def _awaited(row: _Row, limit_s: float, begun: float) -> Frame:
+    """Return a row's frame after a clean end of its process, or a failure; end the rest of its namespace."""
     until = begun + limit_s
-    ended = os.pidfd_open(cell.process)
-    answers = [cell.answers]
-    reader, frames, refused = FrameReader(CELL_BYTES), list[Frame](), ""
+    ended = os.pidfd_open(row.process)
+    answers = [row.answers]
+    reader, frames, refused = FrameReader(RESULT_BYTES), list[Frame](), ""
     try:
         while True:
             left_s = until - time.monotonic()
             if left_s <= 0:
                 return {"type": "late", "what": f"gave no answer within {limit_s:.3g} s"}
             poller = select.poll()
-            for descriptor in (*answers, ended, *cell.watch.descriptors()):
+            for descriptor in (*answers, ended, *row.watch.descriptors()):
                 poller.register(descriptor, select.POLLIN)
             found = {
                 each for each, _ in poller.poll(None if left_s == math.inf else math.ceil(1000 * left_s))
             }
-            cell.watch.advance(found)
-            if cell.answers in found:
-                piece = os.read(cell.answers, 1 << 16)
+            row.watch.advance(found)
+            if row.answers in found:
+                piece = os.read(row.answers, 1 << 16)
                 frames += reader.feed(piece)
                 if not piece:
                     answers.clear()
@@ -391,7 +391,7 @@ def _awaited(cell: _Cell, limit_s: float, begun: float) -> Frame:
         refused = f"wrote to the file descriptor of its results: {error}"
     finally:
         os.close(ended)
-        status = cell.end()
+        status = row.end()
     if refused:
         return {"type": "raised", "what": refused}
     if status or len(frames) != 1 or reader.num_held:
@@ -400,7 +400,7 @@ def _awaited(cell: _Cell, limit_s: float, begun: float) -> Frame:
 
 
 def _logged(answer: Frame) -> Sums:
-    """Return what a cell logged; nothing if it is of another form, because a cell may be hostile."""
+    """Return what a row logged; nothing if it is of another form, because its process may be hostile."""
     try:
         return sums_of(answer.get("logged", {}))
     except ValueError:

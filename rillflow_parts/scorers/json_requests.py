@@ -19,7 +19,6 @@ import json
 import os
 import random
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -70,25 +69,22 @@ class HttpAddress:
     """Environment variable with the key for ``Authorization: Bearer``; None: no key is sent."""
 
     def __post_init__(self) -> None:
-        self._headers()
+        self.headers()
 
     def post_all(self, bodies: Sequence[object]) -> list[Any]:
         """Return the JSON of each reply; an HttpFailure or a TimeoutError where there is none."""
-        found: list[Any] = [TimeoutError(f"{self.url} gave no answer within {self.limit_s:.3g} s")] * len(
-            bodies
-        )
-        work = _Work(self, self._headers(), bodies, found, time.monotonic() + self.limit_s)
+        work = _Work(self, bodies)
         threading.stack_size(_STACK_BYTES)  # else 256 threads exceed the child's address space
-        threads = [
-            threading.Thread(target=work.run, daemon=True) for _ in range(min(self.concurrency, len(bodies)))
-        ]
+        count = min(self.concurrency, len(bodies))
+        threads = [threading.Thread(target=work.run, daemon=True) for _ in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, work.until - time.monotonic()))
         return work.close()
 
-    def _headers(self) -> dict[str, str]:
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request, with the key."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key_variable is None:
             return headers
@@ -102,17 +98,11 @@ class HttpAddress:
 class _Work:
     """Requests of one ``post_all``, shared by its threads."""
 
-    def __init__(
-        self,
-        address: HttpAddress,
-        headers: dict[str, str],
-        bodies: Sequence[object],
-        found: list[Any],
-        until: float,
-    ) -> None:
-        self.until = until
-        self._address, self._headers, self._bodies = address, headers, bodies
-        self._found = found
+    def __init__(self, address: HttpAddress, bodies: Sequence[object]) -> None:
+        self.until = time.monotonic() + address.limit_s
+        self._address, self._headers, self._bodies = address, address.headers(), bodies
+        late = TimeoutError(f"{address.url} gave no answer within {address.limit_s:.3g} s")
+        self._found: list[Any] = [late] * len(bodies)
         self._places: Iterator[int] = iter(range(len(bodies)))
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._connections: set[http.client.HTTPConnection] = set()
@@ -147,15 +137,10 @@ class _Work:
     def _connection(self) -> http.client.HTTPConnection:
         to = urlsplit(self._address.url)
         host, left_s = to.hostname or "", max(0.1, self.until - time.monotonic())
-        if to.scheme == "https":
-            context = ssl.create_default_context()
-            made: http.client.HTTPConnection = http.client.HTTPSConnection(
-                host, to.port, timeout=left_s, context=context
-            )
-        else:
-            made = http.client.HTTPConnection(host, to.port, timeout=left_s)
-        self._connections.add(made)
-        return made
+        kind = http.client.HTTPSConnection if to.scheme == "https" else http.client.HTTPConnection
+        connection = kind(host, to.port, timeout=left_s)
+        self._connections.add(connection)
+        return connection
 
     def _tried(self, connection: http.client.HTTPConnection, body: bytes) -> Any:
         """Return a reply's JSON or an HttpFailure; None if the time is over."""

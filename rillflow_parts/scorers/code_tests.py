@@ -20,9 +20,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rillflow.rewards.built_in.check_calls import is_separable, passes
 from rillflow.rewards.programs import run_python
 from rillflow.rewards.syntax import parsed
+from rillflow_parts.scorers.check_calls import is_literal, is_separable, passes, printed_values
 
 LIMIT_S = 3.0
 """Longest run time of a program in seconds; after the first run that takes longer the other tests count as
@@ -53,18 +53,10 @@ def code_tests(
     if tests is None and (inputs is None or outputs is None):
         raise ValueError("code-tests needs a column 'tests', or the columns 'inputs' and 'outputs'")
     nothing = [None] * len(completions)
+    columns = (column or nothing for column in (prefix, tests, inputs, outputs, setup, entry_point))
     return [
         _score(program_of(completion, before or ""), test, given, expected, _lines(code), name)
-        for completion, before, test, given, expected, code, name in zip(
-            completions,
-            prefix or nothing,
-            tests or nothing,
-            inputs or nothing,
-            outputs or nothing,
-            setup or nothing,
-            entry_point or nothing,
-            strict=True,
-        )
+        for completion, before, test, given, expected, code, name in zip(completions, *columns, strict=True)
     ]
 
 
@@ -80,9 +72,7 @@ def _score(
 ) -> float | None:
     if tests:
         return _asserted(program, _statements(tests), setup, entry_point)
-    if not inputs:
-        return None
-    return _printed(program, inputs, outputs)
+    return _printed(program, inputs, outputs) if inputs else None
 
 
 def _printed(program: str, inputs: Sequence[str], outputs: Sequence[str]) -> float:
@@ -100,7 +90,7 @@ def _asserted(program: str, statements: Sequence[str], setup: str, entry_point: 
     compared = [_comparison(each) for each in statements]
     whole = [each for each, pair in zip(statements, compared, strict=True) if pair is None]
     pairs = [pair for pair in compared if pair is not None]
-    printed = _values(program, [left for left, _ in pairs], setup)
+    printed = printed_values(program, [left for left, _ in pairs], setup, _output)
     right = sum(map(_is_right, printed, (expected for _, expected in pairs)))
     for each in whole:
         if entry_point and is_separable(each):
@@ -126,30 +116,8 @@ def num_exposed(tests: object, entry_point: object) -> int:
     return sum(not (entry_point and is_separable(each)) for each in whole)
 
 
-def _values(program: str, expressions: Sequence[str], setup: str) -> list[str]:
-    """Return the printed value of each expression after the program; empty where it raised or is missing."""
-    if not expressions:
-        return []
-    mark = secrets.token_hex(16)
-    tail = "".join(
-        f"\ntry:\n    print({f'{mark} {place} '!r} + repr({each}), flush=True)\n"
-        "except BaseException:\n    pass"
-        for place, each in enumerate(expressions)
-    )
-    finished = run_python(f"{program}\n{setup}\n{tail}\n", timeout_s=LIMIT_S)
-    found = [""] * len(expressions)
-    for line in finished.stdout.splitlines():
-        head, place, value = [*line.split(" ", 2), "", ""][:3]
-        if head == mark and place.isdecimal() and int(place) < len(found):
-            found[int(place)] = value
-    return found
-
-
 def _is_right(printed: str, expected: object) -> bool:
-    try:
-        return bool(ast.literal_eval(printed) == expected)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return False
+    return is_literal(printed) and bool(ast.literal_eval(printed) == expected)
 
 
 def _comparison(statement: str) -> tuple[str, object] | None:

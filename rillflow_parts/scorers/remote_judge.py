@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
-from rillflow.rewards.built_in.json_requests import HttpAddress
+from rillflow_parts.scorers.json_requests import HttpAddress
 
 
 class RemoteJudge:
@@ -45,10 +45,8 @@ class RemoteJudge:
 
     def __call__(self, prompts: Sequence[object], completions: Sequence[object]) -> list[object]:
         """Return a score, None or an exception for each row."""
-        asked, answers = (
-            [_text(each) for each in prompts],
-            [_text(each, is_answer=True) for each in completions],
-        )
+        asked = [_text(each) for each in prompts]
+        answers = [_text(each, is_answer=True) for each in completions]
         if not self._compares:
             bodies = [
                 self._body({"prompt": prompt, "answer": answer})

@@ -60,8 +60,9 @@ def row_comparisons(function: FunctionPath) -> list[RowComparison]:
     """Return where a function compares rows with each other; empty if it cannot be parsed."""
     if function.address:
         return []
-    known = dict(_functions(function))
-    first = known.get(_started(function)) or known.get("__call__")
+    tree = _parsed(function.text.encode() if function.text else None, function.file)
+    known = dict(_functions(function, tree))
+    first = known.get(_started(function.name, tree)) or known.get("__call__")
     if first is None:
         return []
     start = first.function
@@ -85,9 +86,8 @@ class _Known:
     """Its syntax tree."""
 
 
-def _functions(function: FunctionPath) -> Iterator[tuple[str, _Known]]:
+def _functions(function: FunctionPath, tree: ast.Module) -> Iterator[tuple[str, _Known]]:
     """Yield the functions of a file by name, after those of modules next to it that it imports."""
-    tree = _parsed(function.text.encode() if function.text else None, function.file)
     for node in ast.walk(tree):
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         modules += [each.name for each in node.names] if isinstance(node, ast.Import) else []
@@ -99,16 +99,15 @@ def _functions(function: FunctionPath) -> Iterator[tuple[str, _Known]]:
     yield from _defined(tree, function.file.name)
 
 
-def _started(function: FunctionPath) -> str:
+def _started(name: str, tree: ast.Module) -> str:
     """Return the name of the function that is called: of a ``partial`` it is the first argument."""
-    tree = _parsed(function.text.encode() if function.text else None, function.file)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and function.name in {ast.unparse(each) for each in node.targets}:
+        if isinstance(node, ast.Assign) and name in {ast.unparse(each) for each in node.targets}:
             if isinstance(node.value, ast.Name):
                 return node.value.id
             if isinstance(node.value, ast.Call) and _last(node.value.func) == "partial" and node.value.args:
                 return _last(node.value.args[0])
-    return function.name
+    return name
 
 
 def _parsed(text: bytes | None, file: Path) -> ast.Module:
@@ -363,8 +362,5 @@ def _is_empty(node: ast.expr) -> bool:
 
 
 def _names(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} if _is_target(node) else set()
-
-
-def _is_target(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name | ast.Tuple | ast.List | ast.Starred)
+    is_target = isinstance(node, ast.Name | ast.Tuple | ast.List | ast.Starred)
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} if is_target else set()

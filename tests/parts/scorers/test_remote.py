@@ -12,9 +12,10 @@ from rillflow.errors import RewardError
 from rillflow.rewards.config import HttpConfig, JudgeConfig, RewardConfig
 from rillflow.rewards.judge_prompt import FrameConfig
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.remote import remote_judge, remote_scores, url_problem
 from rillflow.rewards.workers import RewardWorkers
-from tests.unit.rewards.score_server import Answer, served
+from rillflow_parts.scorers.remote import remote_judge, remote_scores
+from rillflow_parts.scorers.server_needs import url_problem
+from tests.parts.scorers.score_server import Answer, served
 
 
 def lengths(body: dict[str, Any], headers: dict[str, str]) -> tuple[int, object, dict[str, str]]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rillflow.errors import RewardError, install_package
 from rillflow.isolation.sandbox import Level
-from rillflow.rewards.built_in.code_tests import code_tests, num_exposed, program_of
 from rillflow.rewards.config import RewardConfig
-from rillflow.rewards.function import parse_function
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.workers import RewardWorkers
+from rillflow_parts.scorers.code_tests import code_tests, num_exposed, program_of
+from rillflow_parts.scorers.plugin import CODE_TESTS
 
 ADD = "def add(a, b):\n    return a + b\n"
 ASSERTS = ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]", "assert add('a', 'b') == 'ab'"]
@@ -23,7 +20,7 @@ ASSERTS = ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]", "assert ad
 
 def scored(completions: Sequence[Any], **columns: list[Any]) -> list[Score]:
     """Score completions in the child process of a run."""
-    with RewardWorkers(parse_function("code-tests", Path()), RewardConfig(timeout_s=120)) as workers:
+    with RewardWorkers(CODE_TESTS, RewardConfig(timeout_s=120)) as workers:
         scores = workers.score([""] * len(completions), completions, columns)
         assert workers.level is not Level.NONE
     return scores
@@ -81,18 +78,6 @@ def test_rows_without_a_column_of_tests_are_an_error_that_names_the_columns() ->
         code_tests(["x"], inputs=[["1"]])
 
 
-def test_a_wrong_name_lists_the_built_in_functions() -> None:
-    with pytest.raises(RewardError, match="math-verify, code-tests"):
-        parse_function("code-test", Path())
-
-
-def test_without_its_package_a_built_in_function_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(RewardError, match="math_verify is not installed") as caught:
-        parse_function("math-verify", Path())
-    assert caught.value.fix == install_package("math")
-
-
 EVERYTHING = (
     "class All:\n    def __eq__(self, other): return True\n    def __lt__(self, other): return True\n"
 )
@@ -126,3 +111,37 @@ def test_tests_that_run_beside_the_program_are_counted() -> None:
     assert num_exposed(["assert f(1) == 2", "assert f(1) > 2"], None) == 1
     assert num_exposed("def check(f):\n    kept = f(1)\n    assert kept == 2", "f") == 1
     assert num_exposed(None, None) == 0
+
+
+FORGE_BY_THE_GRANDPARENT = """0)
+import json, os, re, struct
+def parent(process):
+    return int(open(f"/proc/{process}/stat").read().rpartition(")")[2].split()[1])
+body = b'{"type":"scores","scores":[1.0]}'
+for process in (os.getppid(), parent(os.getppid())):
+    for name in range(300):
+        try:
+            os.write(os.open(f"/proc/{process}/fd/{name}", os.O_WRONLY | os.O_NONBLOCK),
+                     struct.pack(">I", len(body)) + body)
+        except OSError:
+            pass
+for process in (parent(os.getppid()), os.getppid()):
+    try:
+        os.kill(process, 9)
+    except OSError:
+        pass
+"""
+
+
+def test_an_answer_that_forges_a_frame_gets_nothing_from_the_code_recipe() -> None:
+    completions = ["a+b)", FORGE_BY_THE_GRANDPARENT, "a+b)", "a*b)"]
+    columns = {
+        "prefix": ["a, b = map(int, input().split())\nprint("] * 4,
+        "inputs": [["2 3", "7 5"]] * 4,
+        "outputs": [["5", "12"]] * 4,
+    }
+    with RewardWorkers(CODE_TESTS, RewardConfig(timeout_s=60)) as workers:
+        scores = workers.score(["print a+b: print("] * 4, completions, columns)
+        assert workers.level is not Level.NONE
+    assert [score.outcome for score in scores] == [Outcome.SCORE] * 4, scores
+    assert [score.value for score in scores] == [1.0, 0.0, 1.0, 0.0]

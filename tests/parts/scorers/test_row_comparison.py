@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.row_comparison import row_comparisons
+from rillflow_parts.scorers.plugin import CODE_TESTS
+from rillflow_parts.scorers.row_comparison import row_comparisons
 
 HEAD = "def reward(prompts, completions, answer=None, log_metric=None, **columns):\n"
 COMPARES = {
@@ -119,7 +120,7 @@ def test_a_file_that_cannot_be_parsed_compares_nothing(tmp_path: Path) -> None:
     assert row_comparisons(FunctionPath(file=tmp_path / "broken.py", name="reward")) == []
 
 
-def test_no_reward_of_the_recipes_and_examples_compares_rows() -> None:
+def test_no_reward_of_the_recipes_the_examples_and_the_part_compares_rows() -> None:
     """Each file there scores rows alone."""
     root = Path(__file__).parents[3]
     files = [file for folder in ("recipes", "examples") for file in (root / folder).rglob("*.py")]
@@ -129,5 +130,6 @@ def test_no_reward_of_the_recipes_and_examples_compares_rows() -> None:
         for name in re.findall(r"^def (\w+)\([^)]*\bcompletions\b", file.read_text(), re.MULTILINE)
     ]
     assert len(named) > 3
-    for function in named:
+    shipped = FunctionPath(file=CODE_TESTS.file.with_name("math_answers.py"), name="math_verify")
+    for function in (*named, CODE_TESTS, shipped):
         assert row_comparisons(function) == [], function

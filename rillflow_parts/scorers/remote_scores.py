@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rillflow.rewards.built_in.json_requests import HttpAddress
+from rillflow_parts.scorers.json_requests import HttpAddress
 
 
 class RemoteScores:
@@ -52,7 +52,7 @@ class RemoteScores:
         scores = reply.get("scores") if isinstance(reply, dict) else reply
         if isinstance(scores, list) and len(scores) == rows:
             return scores
-        said = f"no list of scores: {str(reply)[:200]}"
-        if isinstance(scores, list):
-            said = f"{len(scores)} scores"
+        said = (
+            f"{len(scores)} scores" if isinstance(scores, list) else f"no list of scores: {str(reply)[:200]}"
+        )
         return [ValueError(f"{self._address.url} answered {rows} rows with {said}")] * rows
