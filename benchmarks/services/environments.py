@@ -245,16 +245,14 @@ def mixed(asked: argparse.Namespace, rows: int) -> Mixed:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         (Path(folder) / "mixed.py").write_text(MIXED.format(turns=asked.turns))
         environment = EnvironmentConfig(source="mixed.py:Mixed", workers=4, max_turns=asked.turns)
-        config = RolloutConfig(
-            max_tokens=400, max_rows=asked.slots, stop=tuple(STOPS), environment=environment
-        )
-        engine = _with_environments(model, config, Path(folder), stack)
+        config = RolloutConfig(max_tokens=400, max_rows=asked.slots, stop=tuple(STOPS))
+        engine = _with_environments(model, config, environment, Path(folder), stack)
         _drained(engine, begun[: asked.slots], config)  # starts the processes, warms up
         engine.idle_s = 0.0
         start = time.perf_counter()
         ended = _drained(engine, begun, config)
         with_s, idle_s = time.perf_counter() - start, engine.idle_s
-        plain = config.model_copy(update={"stop": (), "environment": None})
+        plain = config.model_copy(update={"stop": ()})
         alone = _engine(model, plain, frozenset())
         lengths = {each.row: sum(each.loss_mask) for each in ended}
         _drained(alone, begun[: asked.slots], plain.model_copy(update={"max_tokens": 32}))
@@ -272,15 +270,19 @@ def _engine(model: LanguageModel, config: RolloutConfig, stops: frozenset[int]) 
 
 
 def _with_environments(
-    model: LanguageModel, config: RolloutConfig, base: Path, stack: ExitStack
+    model: LanguageModel,
+    config: RolloutConfig,
+    environment: EnvironmentConfig,
+    base: Path,
+    stack: ExitStack,
 ) -> EnvironmentEngine:
-    assert config.environment is not None
     stops = Stops(config.stop, model.tokenizer)
     return EnvironmentEngine(
         model.module,
         config,
         inner=NativeEngine,
-        source=parse_environment(config.environment, base),
+        environment=environment,
+        source=parse_environment(environment, base),
         encoder=Encoder(tokenizer=model.tokenizer),
         stack=stack,
         stop_tokens=stops.tokens,

@@ -9,6 +9,8 @@ from rillflow.serving.environments.adapter import EnvironmentAdapter
 
 _FOLDER = Path(__file__).resolve().parent
 PLUGIN = Plugin(
+    sections={"rollout.environment": "rillflow.rollout.config:EnvironmentConfig"},
+    writers={"rollout.environment": "rillflow_parts.environments.writer:EnvironmentWriter"},
     environments={
         "verifiers:": EnvironmentAdapter(
             file=_FOLDER / "verifiers_adapter.py",
@@ -28,5 +30,5 @@ PLUGIN = Plugin(
             package="openenv-core",
             example="openenv:http://127.0.0.1:8000",
         ),
-    }
+    },
 )

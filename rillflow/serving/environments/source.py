@@ -52,6 +52,12 @@ class EnvironmentSource:
         return self.adapter is None
 
     @property
+    def modules(self) -> tuple[str, ...]:
+        """The installed module that the source names; each node must have it."""
+        is_module = self.adapter is not None and self.adapter.names_module
+        return (self.rest.rpartition("/")[2].replace("-", "_"),) if is_module else ()
+
+    @property
     def rest(self) -> str:
         """What follows the scheme."""
         return self.written.partition(":")[2]

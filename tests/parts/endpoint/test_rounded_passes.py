@@ -97,11 +97,12 @@ def test_conversations_at_the_door(model: LanguageModel) -> None:
 def test_turns_with_environments(model: LanguageModel, tmp_path: Path) -> None:
     (tmp_path / "adder.py").write_text(ADDER)
     environment = EnvironmentConfig(source="adder.py:Adder", max_turns=4, workers=1)
-    config = USUAL.model_copy(update={"environment": environment, "max_tokens": 40})
+    config = USUAL.model_copy(update={"max_tokens": 40})
     with ExitStack() as stack:
         engine = EnvironmentEngine(
             model.module,
             config,
+            environment=environment,
             source=parse_environment(environment, tmp_path),
             stack=stack,
             stop_tokens=model.tokenizer.stop_tokens | {*model.tokenizer.encode("01234")},

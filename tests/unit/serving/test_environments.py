@@ -89,9 +89,8 @@ def made(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iter
             environment = EnvironmentConfig(source="game.py:Game", **settings)
             return EnvironmentEngine(
                 model.module,
-                RolloutConfig(
-                    max_tokens=24, max_rows=8, deterministic=deterministic, environment=environment
-                ),
+                RolloutConfig(max_tokens=24, max_rows=8, deterministic=deterministic),
+                environment=environment,
                 source=parse_environment(environment, folder),
                 stack=stack,
                 stop_tokens=model.tokenizer.stop_tokens | {*model.tokenizer.encode("0123456789")},
