@@ -41,14 +41,15 @@ from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
-from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs.environment import usable_cores
-from rillflow.serving.environments.engine import EnvironmentEngine
-from rillflow.serving.environments.source import parse_environment
 from rillflow.tasks.encoded import Encoder
 from rillflow.training.trainer import Trainer
+from rillflow_parts.environments.config import EnvironmentConfig
+from rillflow_parts.environments.engine import EnvironmentEngine
+from rillflow_parts.environments.source import parse_environment
 
 sys.path.append(str(Path(__file__).parents[1]))
 import measured_at

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from rillflow.rewards.config import RewardConfig
     from rillflow.rewards.function import FunctionPath
     from rillflow.runs.observers import ObservedRun, Observer
-    from rillflow.serving.environments.adapter import EnvironmentAdapter
 
 T = TypeVar("T")
 SHIPPED: Mapping[str, Mapping[str, str]] = {
@@ -187,8 +186,9 @@ class Plugin:
     the section that turns it on; the section is absent until a recipe has it."""
     columns: Mapping[str, RowColumn] = field(default_factory=dict)
     """Further columns of every row that the policy samples, by name."""
-    environments: Mapping[str, EnvironmentAdapter] = field(default_factory=dict)
-    """Adapters to libraries of environments, by the scheme of a source, such as ``verifiers:``."""
+    environments: Mapping[str, Any] = field(default_factory=dict)
+    """What the part ``environments`` takes, an ``EnvironmentAdapter`` to a library of environments, by the
+    scheme of a source, such as ``verifiers:``."""
     services: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Capabilities that a command or an option asks for by name; each makes an object of the protocol that
     the asking module defines, and may import heavy modules."""

@@ -97,30 +97,6 @@ VLLM = "vllm"
 """Name of the vLLM engine: in the rank's own process, or in a server process next to it."""
 
 
-class EnvironmentConfig(Section):
-    """An environment that answers each turn of the policy. It runs in child processes that can be killed."""
-
-    source: str = Field(
-        min_length=1,
-        description="file.py:Class with reset and step, relative to the recipe; verifiers:NAME of an "
-        "environment that the package verifiers finds; or openenv:URL of an OpenEnv server.",
-    )
-    arguments: dict[str, Any] = Field(
-        {}, description="Arguments of the class, or of the environment that verifiers loads."
-    )
-    max_turns: int = Field(16, gt=0, description="Turns after which a row ends.")
-    timeout_s: float = Field(60.0, gt=0, description="Longest time in seconds of one reset or step.")
-    workers: int = Field(
-        4, gt=0, description="Environment processes per sampler rank; each holds up to 128 rows at a time."
-    )
-    memory_bytes: int = Field(
-        4 * 1024**3, gt=0, description="Address space limit of one environment process, in bytes."
-    )
-    sandbox: Literal["auto"] | bool = Field(
-        "auto", description="Run the environment in a sandbox; values as in reward.sandbox."
-    )
-
-
 class RolloutConfig(SamplingConfig):
     """Settings of sampling and of the rollout engine."""
 

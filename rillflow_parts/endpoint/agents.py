@@ -33,12 +33,12 @@ from rillflow.rewards.text_execution import is_shut_in
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine_wrapper import LONGEST_WAIT_S, EngineWrapper
 from rillflow.serving.server import LoopbackServer, bound
-from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.encoded import Encoder
 from rillflow_parts.endpoint.config import AgentConfig
 from rillflow_parts.endpoint.conversation import Conversation
 from rillflow_parts.endpoint.engine_queue import EngineQueue
 from rillflow_parts.endpoint.openai_server import Door
+from rillflow_parts.endpoint.tool_calls import tool_format
 
 POLICY = "policy"
 """Model name at an agent's door."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rillflow.app.plugins import Plugin
-from rillflow.serving.environments.adapter import EnvironmentAdapter
+from rillflow_parts.environments.adapter import EnvironmentAdapter
 
 _FOLDER = Path(__file__).resolve().parent
 PLUGIN = Plugin(
-    sections={"rollout.environment": "rillflow.rollout.config:EnvironmentConfig"},
+    sections={"rollout.environment": "rillflow_parts.environments.config:EnvironmentConfig"},
     writers={"rollout.environment": "rillflow_parts.environments.writer:EnvironmentWriter"},
     environments={
         "verifiers:": EnvironmentAdapter(

@@ -15,10 +15,12 @@ from rillflow.app.plugins import brought
 from rillflow.app.row_writers import RowWriter, WriterCode, require_columns
 from rillflow.errors import DataError, RewardError
 from rillflow.rewards.function import FunctionPath, place_of
-from rillflow.rollout.config import EnvironmentConfig
-from rillflow.serving.environments.dataset import environment_rows
-from rillflow.serving.environments.pool import EnvironmentPool, Told
-from rillflow.serving.environments.source import (
+from rillflow.tasks.encoded import Encoder
+from rillflow.tasks.example import Example, answer_text, shown
+from rillflow_parts.environments.config import EnvironmentConfig
+from rillflow_parts.environments.dataset import environment_rows
+from rillflow_parts.environments.pool import EnvironmentPool, Told
+from rillflow_parts.environments.source import (
     ENVIRONMENT_REWARD,
     METRICS,
     REWARD,
@@ -26,8 +28,6 @@ from rillflow.serving.environments.source import (
     EnvironmentSource,
     parse_environment,
 )
-from rillflow.tasks.encoded import Encoder
-from rillflow.tasks.example import Example, answer_text, shown
 
 if TYPE_CHECKING:
     from rillflow.app.check_report import Report
@@ -61,7 +61,7 @@ class EnvironmentWriter(RowWriter):
 
     def wrap(self, engine: Callable[..., Any], setting: Any, model: Any) -> Callable[..., Any]:
         """See RowWriter."""
-        from rillflow.serving.environments.engine import EnvironmentEngine
+        from rillflow_parts.environments.engine import EnvironmentEngine
 
         return partial(
             EnvironmentEngine,

@@ -21,7 +21,7 @@ from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow_parts.endpoint.agents import AgentEngine
 from rillflow_parts.endpoint.config import AgentConfig
-from tests.unit.serving.conftest import around, check_sampled_once, columns_of, prompts
+from tests.parts.endpoint.conftest import around, check_sampled_once, columns_of, prompts
 
 AGENT = """
 import json, os, time

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import ConfigError
-from rillflow.rollout.config import EnvironmentConfig
+from rillflow_parts.environments.config import EnvironmentConfig
 from rillflow_parts.environments.writer import EnvironmentWriter
 
 
 def test_a_source_names_the_class_and_its_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("rillflow.serving.environments.source.find_spec", lambda _: object())
+    monkeypatch.setattr("rillflow_parts.environments.source.find_spec", lambda _: object())
     config = EnvironmentConfig(source="openenv:http://127.0.0.1:8", arguments={"more": 1})
     found = EnvironmentWriter(config, tmp_path).source
     assert found.arguments == {"url": "http://127.0.0.1:8", "more": 1} and not found.is_own
@@ -31,7 +31,7 @@ def test_a_source_names_the_class_and_its_argument(monkeypatch: pytest.MonkeyPat
 def test_a_source_that_cannot_be_is_refused(
     source: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("rillflow.serving.environments.source.find_spec", lambda _: None)
+    monkeypatch.setattr("rillflow_parts.environments.source.find_spec", lambda _: None)
     with pytest.raises(ConfigError) as caught:
         _ = EnvironmentWriter(EnvironmentConfig(source=source), tmp_path).source
     assert all(word in str(caught.value) for word in words)

@@ -161,7 +161,9 @@ def test_a_writer_of_a_plugin_writes_the_rows_of_a_recipe_with_its_section(tmp_p
         "reward: plugin_of_test_twice.py:points",
         "rollout.twice: twice",
     ]
-    assert [each.name for each in RecipeFacts(resolved=recipe).functions] == ["points"]
+    facts = RecipeFacts(resolved=recipe)
+    assert [each.name for each in facts.functions] == ["points"] and not facts.named_functions
+    assert facts.longest == 16, "such a row may fill the context"
     path = run(recipe)
     said = [row for row in read_rollouts(path, 1) if len(row.sampled) < len(row.tokens) - 4]
     assert said, "rows with the text of the writer, which is not sampled"
@@ -176,6 +178,7 @@ def test_a_writer_of_a_plugin_writes_the_rows_of_a_recipe_with_its_section(tmp_p
     ("setting", "words"),
     [
         ("reward.model=judge", "reward.model is 'judge', and rollout.twice writes the rows"),
+        ("placement.rollout_parallel={tp=2}", "rollout_parallel.tp is 2, and rollout.twice writes the rows"),
         ("rollout.replay_routing=true", "replay_routing is true, and rollout.twice writes the rows"),
     ],
 )

@@ -31,13 +31,14 @@ from rillflow.errors import RillflowError
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rewards.outcome import Outcome
-from rillflow.rollout.config import EnvironmentConfig, RolloutConfig
+from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.engine_wrapper import LONGEST_WAIT_S, EngineWrapper
-from rillflow.serving.environments.episode import Episode
-from rillflow.serving.environments.pool import EnvironmentPool, Told
-from rillflow.serving.environments.source import EnvironmentSource
-from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.encoded import Encoder
+from rillflow_parts.endpoint.tool_calls import tool_format
+from rillflow_parts.environments.config import EnvironmentConfig
+from rillflow_parts.environments.episode import Episode
+from rillflow_parts.environments.pool import EnvironmentPool, Told
+from rillflow_parts.environments.source import EnvironmentSource
 
 LONGEST_GATHER_S = 0.005
 """Longest wait in seconds for answers while rows could be sampled."""

@@ -16,13 +16,13 @@ from typing import Any
 
 from rillflow.errors import ConfigError
 from rillflow.rewards.function import FunctionPath, parse_function
-from rillflow.rollout.config import EnvironmentConfig
-from rillflow.serving.environments.adapter import EnvironmentAdapter
+from rillflow_parts.environments.adapter import EnvironmentAdapter
+from rillflow_parts.environments.config import EnvironmentConfig
 
 ENVIRONMENT_REWARD, METRICS, TURNS = "environment_reward", "environment_metrics", "turns"
 """Columns of a row that an environment wrote: the sum of its rewards, its last metrics, its turns."""
 _FOLDER = Path(__file__).resolve().parent
-REWARD = FunctionPath(file=_FOLDER / "reward.py", name=ENVIRONMENT_REWARD)
+REWARD = FunctionPath(file=_FOLDER / "child" / "reward.py", name=ENVIRONMENT_REWARD)
 """Reward function of rows that an environment wrote."""
 
 
