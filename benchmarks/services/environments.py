@@ -41,14 +41,15 @@ from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
-from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs.environment import usable_cores
-from rillflow.serving.environments.engine import EnvironmentEngine
-from rillflow.serving.environments.source import parse_environment
 from rillflow.tasks.encoded import Encoder
 from rillflow.training.trainer import Trainer
+from rillflow_parts.environments.config import EnvironmentConfig
+from rillflow_parts.environments.engine import EnvironmentEngine
+from rillflow_parts.environments.source import parse_environment
 
 sys.path.append(str(Path(__file__).parents[1]))
 import measured_at
@@ -245,16 +246,14 @@ def mixed(asked: argparse.Namespace, rows: int) -> Mixed:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         (Path(folder) / "mixed.py").write_text(MIXED.format(turns=asked.turns))
         environment = EnvironmentConfig(source="mixed.py:Mixed", workers=4, max_turns=asked.turns)
-        config = RolloutConfig(
-            max_tokens=400, max_rows=asked.slots, stop=tuple(STOPS), environment=environment
-        )
-        engine = _with_environments(model, config, Path(folder), stack)
+        config = RolloutConfig(max_tokens=400, max_rows=asked.slots, stop=tuple(STOPS))
+        engine = _with_environments(model, config, environment, Path(folder), stack)
         _drained(engine, begun[: asked.slots], config)  # starts the processes, warms up
         engine.idle_s = 0.0
         start = time.perf_counter()
         ended = _drained(engine, begun, config)
         with_s, idle_s = time.perf_counter() - start, engine.idle_s
-        plain = config.model_copy(update={"stop": (), "environment": None})
+        plain = config.model_copy(update={"stop": ()})
         alone = _engine(model, plain, frozenset())
         lengths = {each.row: sum(each.loss_mask) for each in ended}
         _drained(alone, begun[: asked.slots], plain.model_copy(update={"max_tokens": 32}))
@@ -272,15 +271,19 @@ def _engine(model: LanguageModel, config: RolloutConfig, stops: frozenset[int]) 
 
 
 def _with_environments(
-    model: LanguageModel, config: RolloutConfig, base: Path, stack: ExitStack
+    model: LanguageModel,
+    config: RolloutConfig,
+    environment: EnvironmentConfig,
+    base: Path,
+    stack: ExitStack,
 ) -> EnvironmentEngine:
-    assert config.environment is not None
     stops = Stops(config.stop, model.tokenizer)
     return EnvironmentEngine(
         model.module,
         config,
         inner=NativeEngine,
-        source=parse_environment(config.environment, base),
+        environment=environment,
+        source=parse_environment(environment, base),
         encoder=Encoder(tokenizer=model.tokenizer),
         stack=stack,
         stop_tokens=stops.tokens,

@@ -217,7 +217,7 @@ class Build:
             deadline_s=self._recipe.placement.deadline_s,
             restarts=self._recipe.run.restarts,
             restart=self._roles.restart_sampler if self._roles.may_restart_sampler else None,
-            may_save=self._recipe.rollout.writer is None,
+            may_save=self._resolved.writer is None,
             say=self._say,
         )
 

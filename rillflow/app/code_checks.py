@@ -1,6 +1,6 @@
 """Code checks: call the code that a recipe names, as a run does.
 
-agent ──────────────── loaded in a child; its parameters against every row's columns
+what writes the rows ─ its own check (row_writers.py)
 reward, cost, judge ── called on two rows, in a child that can be killed
 all of them ────────── notes on text that they run, and the sandbox level
 """
@@ -11,24 +11,19 @@ import re
 from collections.abc import Sequence
 
 from rillflow.app.check_report import Report
-from rillflow.app.environment_check import TRIED
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.sections import Recipe
+from rillflow.app.row_writers import row_columns
 from rillflow.config.problems import shown
-from rillflow.errors import RewardError, nearest
+from rillflow.errors import RewardError
 from rillflow.isolation.sandbox import SENTENCES, Level
-from rillflow.rewards.config import RewardConfig
-from rillflow.rewards.function import FunctionPath, Text, place_of
+from rillflow.rewards.function import FunctionPath, Text
 from rillflow.rewards.harmless_source import Doubt
-from rillflow.rewards.outcome import RETURNED, Outcome, Score
-from rillflow.rewards.text_execution import Setting, TextUse, decide, is_shut_in
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.text_execution import Setting, TextUse, decide
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.rollout.config import NATIVE
-from rillflow.serving.environments.source import REWARD
 from rillflow.tasks.example import Example, answer_text
 
-GIVEN = ("base_url", "api_key")
-"""Arguments that an agent receives in addition to its row's columns."""
 _TRIED = 2
 _PLACES = 3
 _JOINT = re.compile(r"Popen|ctypes|multiprocessing|create_subprocess|ProcessPool|fork|spawn|_posixsubprocess")
@@ -42,50 +37,20 @@ def say_left_out(facts: RecipeFacts, report: Report) -> None:
         "rollout.server": rollout.server,
         "reward": ", ".join(map(str, facts.functions)),
         "cost": ", ".join(map(str, facts.costs)),
-        "rollout.agent": facts.agent and str(facts.agent),
-        "rollout.environment": facts.environment and str(facts.environment),
+        **{key: writer.code.named for key, writer in facts.resolved.writers.items()},
     }
     lines = [f"{setting}: {what}" for setting, what in named.items() if what]
     report.say("not run (--no-code)", lines or ["the recipe names no code"])
 
 
-def read_agent(facts: RecipeFacts, report: Report) -> None:
-    """Read an agent's source where no code of the recipe may run."""
-    agent, function = facts.recipe.rollout.agent, facts.agent
-    if agent is not None and function is not None:
-        report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, level=None)
-
-
 def read_functions(facts: RecipeFacts, report: Report) -> None:
     """Read the sources of rewards and costs where no code of the recipe may run."""
     setting = facts.recipe.reward.sandbox
-    for function in [*(each for each in facts.functions if each != REWARD), *facts.costs]:
-        report.notes += _execution_notes(function, "reward.sandbox", setting, level=None, is_reward=True)
+    for function in [*facts.named_functions, *facts.costs]:
+        report.notes += execution_notes(function, "reward.sandbox", setting, level=None, is_reward=True)
 
 
-def look_at_agent(facts: RecipeFacts, report: Report) -> None:
-    """Load an agent in a child process, and check that each row has the columns it needs."""
-    agent, function, task = facts.recipe.rollout.agent, facts.agent, facts.task
-    if agent is None or function is None:
-        return
-    is_shut = is_shut_in(function, agent.sandbox, unless_harmless=False)
-    held = RewardConfig(workers=1, memory_bytes=agent.memory_bytes, sandbox=is_shut)
-    with RewardWorkers(function, held) as workers:
-        required = workers.load().required
-        report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, workers.level)
-    rows = [*task.train, *task.held_out, *(row for rows in task.sets.values() for row in rows)]
-    for name, row in ((name, row) for name in required if name not in GIVEN for row in rows):
-        columns = {"prompt", *row.columns}
-        if name not in columns:
-            known = sorted({*columns, *GIVEN})
-            raise RewardError(
-                f"{place_of(function)}: the agent {function.name} needs {name!r}",
-                why=f"{row} provides {', '.join(known)}",
-                fix=f"{nearest(name, known)}; or give the parameter a default",
-            )
-
-
-def _execution_notes(
+def execution_notes(
     function: FunctionPath, name: str, setting: Setting, level: Level | None, *, is_reward: bool = False
 ) -> list[str]:
     """Return notes that name the sandbox decision for a function, and its reason.
@@ -137,11 +102,11 @@ def _places(places: Sequence[TextUse] | Sequence[Doubt]) -> str:
 
 def look_at_functions(facts: RecipeFacts, report: Report) -> None:
     """Call each reward function on two rows and their own answers, in a child process as in a run."""
-    _try_functions([each for each in facts.functions if each != REWARD], facts, report)
+    _try_functions(facts.named_functions, facts, report)
     judge = facts.judge
     if judge is not None and facts.resolved.has_policy:
         row = next(iter(facts.task.train))
-        _try_function(judge, facts.recipe, report, [row] * _TRIED)
+        _try_function(judge, facts, report, [row] * _TRIED)
 
 
 def look_at_costs(facts: RecipeFacts, report: Report) -> None:
@@ -154,13 +119,15 @@ def _try_functions(functions: Sequence[FunctionPath], facts: RecipeFacts, report
     rows = facts.task.train
     answered = [row for row in rows if row.completion is not None]
     for function in functions:
-        _try_function(function, facts.recipe, report, (answered or rows)[:_TRIED])
+        _try_function(function, facts, report, (answered or rows)[:_TRIED])
 
 
-def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: Sequence[Example]) -> None:
-    answers = [answer_text(row.completion or "") for row in rows]
-    scores, level = _tried(function, recipe, rows, answers)
-    report.notes += _execution_notes(function, "reward.sandbox", recipe.reward.sandbox, level, is_reward=True)
+def _try_function(
+    function: FunctionPath, facts: RecipeFacts, report: Report, rows: Sequence[Example]
+) -> None:
+    recipe, answers = facts.recipe, [answer_text(row.completion or "") for row in rows]
+    scores, level = _tried(function, facts, rows, answers)
+    report.notes += execution_notes(function, "reward.sandbox", recipe.reward.sandbox, level, is_reward=True)
     report.say("reward", [f"{function}", *map(_scored, rows, answers, scores)])
     failed = [score for score in scores if score.outcome in (Outcome.TIMEOUT, Outcome.ERROR)]
     mend = "start or fix the server" if function.address else f"fix {function.file}"
@@ -169,12 +136,10 @@ def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: 
             "; it ran in a sandbox: list files that it reads in reward.files, or set reward.sandbox = false "
         )
         mend += "if it needs a network or a GPU and runs no text of an answer"
-    if failed and recipe.rollout.agent is not None:
-        report.notes.append(
-            f"{function} failed where the column {RETURNED!r} held a text: {failed[0].message}. If it reads "
-            "what the agent returns, only a run can try it"
-        )
-        return
+    for writer in facts.resolved.writers.values() if failed else ():
+        if (note := writer.trial_note(failed[0].message)) is not None:
+            report.notes.append(f"{function} {note}")
+            return
     if len(failed) > recipe.reward.max_failures * len(scores):
         raise RewardError(
             f"{function} failed on {len(failed)} of the {len(scores)} rows it was tried on: "
@@ -190,7 +155,7 @@ def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: 
 
 
 def _tried(
-    function: FunctionPath, recipe: Recipe, rows: Sequence[Example], answers: list[str]
+    function: FunctionPath, facts: RecipeFacts, rows: Sequence[Example], answers: list[str]
 ) -> tuple[list[Score], Level]:
     prompts: list[Text] = [row.prompt if isinstance(row.prompt, str) else list(row.prompt) for row in rows]
     replies: list[Text] = [
@@ -199,11 +164,11 @@ def _tried(
     ]
     names = sorted(set[str]().union(*(row.columns for row in rows)))
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
-    if recipe.rollout.agent is not None:
-        columns[RETURNED] = list(answers)
-    if recipe.rollout.environment is not None:
-        columns |= {name: [value] * len(rows) for name, value in TRIED.items()}
-    with RewardWorkers(function, recipe.reward.model_copy(update={"workers": 1})) as workers:
+    columns |= {name: [each.example] * len(rows) for name, each in row_columns().items()}
+    for writer in facts.resolved.writers.values():
+        written = [writer.columns(answer) for answer in answers]
+        columns |= {name: [row[name] for row in written] for name in written[0]}
+    with RewardWorkers(function, facts.recipe.reward.model_copy(update={"workers": 1})) as workers:
         scores = workers.score(prompts, replies, columns)
         return scores, workers.level
 

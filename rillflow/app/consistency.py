@@ -145,17 +145,17 @@ def _sampling(resolved: Resolved) -> Iterator[Contradiction]:
             fix="set it to 0.7 to 1.0; evaluate.temperature is a separate setting and may be 0",
         )
     samples, judged = recipe.evaluate.samples, recipe.evaluate.problems > 0
-    if samples > 1 and judged and recipe.evaluate.temperature == 0 and recipe.rollout.writer is None:
+    if samples > 1 and judged and recipe.evaluate.temperature == 0 and resolved.writer is None:
         yield Contradiction(
             f"evaluate.samples is {samples}, and evaluate.temperature is 0",
             why="all answers to a prompt would be identical",
             fix="set evaluate.temperature = 1.0, or evaluate.samples = 1",
         )
-    if (writer := recipe.rollout.writer) is None:
+    if (writer := resolved.writer) is None:
         return
-    if recipe.rollout.agent is not None and recipe.rollout.environment is not None:
+    if len(resolved.writers) > 1:
         yield Contradiction(
-            "rollout.agent and rollout.environment are both set",
+            f"{' and '.join(resolved.writers)} are both set",
             why="one of them writes the rows",
             fix="remove one of them",
         )

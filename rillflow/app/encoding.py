@@ -85,7 +85,7 @@ def encode_task(
 def longest_row(resolved: Resolved, encoded: EncodedTask) -> int:
     """Return the tokens of the longest row, prompt and answer; one of several turns may fill the context."""
     recipe = resolved.recipe
-    if recipe.rollout.writer is not None:
+    if resolved.writer is not None:
         return encoded.model_input.context
     kind, limit = recipe.chosen.data, recipe.rollout.max_tokens
     rows = [row for row in encoded.train[kind] if row is not None]
@@ -182,8 +182,8 @@ def data_uses(resolved: Resolved) -> list[DataKind]:
 
 def is_judged(resolved: Resolved, task: Task) -> bool:
     """Return whether something scores held-out rows."""
-    reward, environment = resolved.recipe.reward, resolved.recipe.rollout.environment
-    has_scorer = any((reward.named, reward.model, reward.judge, task.reward, environment))
+    reward, own = resolved.recipe.reward, [each.reward for each in resolved.writers.values()]
+    has_scorer = any((reward.named, reward.model, reward.judge, task.reward, *own))
     return resolved.main.algorithm.score is not None or (resolved.has_policy and has_scorer)
 
 

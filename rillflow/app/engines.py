@@ -41,7 +41,7 @@ def engine_notes(facts: RecipeFacts) -> list[str]:
     Raises:
         ConfigError: it cannot be imported, is not an engine, or lacks a capability that a setting needs.
     """
-    recipe, rollout = facts.recipe, facts.recipe.rollout
+    recipe, rollout, writer = facts.recipe, facts.recipe.rollout, facts.resolved.writer
     look = engine_source(rollout.engine).look
     notes = [*look(facts)] if look is not None else []
     if rollout.engine != NATIVE and isinstance(recipe.algorithm, SampledConfig):
@@ -58,7 +58,7 @@ def engine_notes(facts: RecipeFacts) -> list[str]:
         (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.rollout_parallel.tp is above 1"),
         (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
         *((need.capability, True, need.because) for need in recipe.schedule.needs()),
-        (Capability.ROWS, rollout.writer is not None, f"{rollout.writer} writes the rows"),
+        (Capability.ROWS, writer is not None, f"{writer} writes the rows"),
         (Capability.ADAPTERS, facts.adapter is not None, "policy.model has an adapter"),
         (Capability.ROUTES, rollout.replay_routing, "rollout.replay_routing is true"),
     ):

@@ -4,7 +4,7 @@
                       ├─ policy.model ──────────────> model_input ────┘
                       │                               source, adapter, sizes, outline
                       ├─ [critic], [reward], [cost] > critic, scorers, functions, costs
-                      └─ [rollout] ─────────────────> engine, agent
+                      └─ [rollout] ─────────────────> engine
 
 Imports torch only for ``outline`` and ``engine``.
 """
@@ -16,14 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rillflow.algorithms.config import SampledConfig
 from rillflow.app.encoding import EncodedTask, encode_task, is_judged, longest_row
-from rillflow.app.environment_sources import environment_source
 from rillflow.app.model_files import ALIKE, ModelSizes, sizes_from, sizes_of_directory, sizes_of_new
 from rillflow.app.plugins import service
 from rillflow.app.resolved import Resolved
@@ -31,7 +29,7 @@ from rillflow.app.scorers import scorer
 from rillflow.app.sections import Recipe
 from rillflow.app.standing import NOTHING_TO_STAND_ON, StandsOn
 from rillflow.app.trained import named_model
-from rillflow.errors import ConfigError, DataError, ModelError, RewardError, install_package
+from rillflow.errors import ConfigError, DataError, ModelError, RewardError
 from rillflow.models.adapter_tokenizer import require_fits_base, tokenizer_source
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import AdapterConfig, ModelConfig
@@ -39,10 +37,8 @@ from rillflow.models.directory_checks import end_tokens, settings_in
 from rillflow.models.load_tokenizer import load_tokenizer
 from rillflow.models.locate import base_of, found_adapter, locate
 from rillflow.models.tokenizer import ModelInput, Tokenizer
-from rillflow.rewards.function import FunctionPath, parse_files, parse_function
+from rillflow.rewards.function import FunctionPath, parse_files
 from rillflow.rewards.judge_prompt import KEPT, no_frame
-from rillflow.serving.environments.dataset import environment_rows
-from rillflow.serving.environments.source import REWARD, EnvironmentSource
 from rillflow.tasks.example import shown
 from rillflow.tasks.files import Rows
 from rillflow.tasks.task import Task, open_task, read_sets
@@ -88,7 +84,7 @@ class RecipeFacts:
     drawn: int | None = None
     """Number of rows that held-out rows are drawn from, if a run resumes; see ``open_task``."""
     runs_code: bool = True
-    """Whether an environment that the recipe names may be loaded to list its own rows."""
+    """Whether code that the recipe names may run: to list rows of its own, and to be tried."""
     say: Callable[[str], None] | None = None
     """Callback for encoding progress. A run sets it, and loads its tokeniser with torch; None reads
     tokenizer.json directly."""
@@ -118,15 +114,8 @@ class RecipeFacts:
         """
         recipe, kind, rows = self.recipe, self.recipe.chosen.data, self.given.rows
         seed, base = recipe.run.seed, self.base
-        environment = recipe.rollout.environment
-        if rows is None and environment is not None and recipe.task.source == environment.source:
-            if not self.runs_code:
-                raise DataError(
-                    f"task.source is {environment.source!r}, and code of the recipe is not run",
-                    why="only the environment's own code lists its rows",
-                    fix="run the check without --no-code",
-                )
-            rows = environment_rows(environment, environment_source(environment, self.base))
+        for writer in self.resolved.writers.values() if rows is None else ():
+            rows = writer.rows(self)
         is_exact = self.resolved.names_held_out
         task = open_task(
             recipe.task, kind, base=base, seed=seed, drawn=self.drawn, rows=rows, is_exact=is_exact
@@ -269,7 +258,7 @@ class RecipeFacts:
     def functions(self) -> Sequence[FunctionPath]:
         """The reward functions: the recipe's and those given in Python, or else the task's own.
 
-        An environment's own reward comes first, and the others are added to it.
+        The own reward of what writes the rows comes first, and the others are added to it.
 
         Raises:
             RewardError: there is no such function, or two have one name.
@@ -277,8 +266,9 @@ class RecipeFacts:
         """
         config = self.recipe.reward
         named = [self._scoring(text, weight) for text, weight in config.named.items()]
-        if self.environment is not None:
-            return _with_different_names([REWARD, *named, *self.given.reward])
+        own = [each.reward for each in self.resolved.writers.values() if each.reward is not None]
+        if own:
+            return _with_different_names([*own, *named, *self.given.reward])
         if named:
             return _with_different_names([*named, *self.given.reward])
         is_model = config.model is not None or config.judge is not None
@@ -290,6 +280,12 @@ class RecipeFacts:
             )
         files = parse_files(config.files, self.base, "reward.files")
         return _with_different_names([replace(function, files=files) for function in self.task.reward])
+
+    @property
+    def named_functions(self) -> Sequence[FunctionPath]:
+        """The reward functions without the own reward of what writes the rows."""
+        own = [each.reward for each in self.resolved.writers.values()]
+        return [each for each in self.functions if each not in own]
 
     @property
     def judge(self) -> FunctionPath | None:
@@ -319,36 +315,6 @@ class RecipeFacts:
         files = parse_files(self.recipe.reward.files, self.base, "reward.files")
         function = scorer(text, self.base, self.recipe.reward)
         return replace(function, files=() if function.address else files, weight=weight)
-
-    @cached_property
-    def agent(self) -> FunctionPath | None:
-        """The agent function that writes rows; None if the recipe names none.
-
-        Raises:
-            RewardError: there is no such function.
-            ConfigError: a package that serves the policy to the agent is not installed.
-        """
-        agent = self.recipe.rollout.agent
-        if agent is None:
-            return None
-        if not all(map(find_spec, ("starlette", "uvicorn"))):
-            raise ConfigError(
-                f"rollout.agent.function is {agent.function!r}, and starlette or uvicorn is not installed",
-                why="an agent calls the policy over HTTP",
-                fix=install_package("service"),
-            )
-        files = parse_files(agent.files, self.base, "rollout.agent.files")
-        return replace(parse_function(agent.function, self.base, "agent"), files=files)
-
-    @cached_property
-    def environment(self) -> EnvironmentSource | None:
-        """The environment that the policy acts in; None if the recipe names none.
-
-        Raises:
-            RewardError, ConfigError: see ``environment_source``.
-        """
-        environment = self.recipe.rollout.environment
-        return None if environment is None else environment_source(environment, self.base)
 
     @cached_property
     def engine(self) -> type[Engine]:

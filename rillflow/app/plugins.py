@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from rillflow.rewards.config import RewardConfig
     from rillflow.rewards.function import FunctionPath
     from rillflow.runs.observers import ObservedRun, Observer
-    from rillflow.serving.environments.adapter import EnvironmentAdapter
 
 T = TypeVar("T")
 SHIPPED: Mapping[str, Mapping[str, str]] = {
@@ -81,9 +80,13 @@ PARTS: Mapping[str, Mapping[str, str]] = {
 """The parts that are installed with the package (``rillflow_parts``), and the help of their commands."""
 PROVIDERS: Mapping[str, Mapping[str, str]] = {
     "recipes": {"classic": "classic"},
-    "sections": {"run.trackers": "trackers", "rollout.service": "service"},
+    "sections": {
+        "run.trackers": "trackers",
+        "rollout.service": "service",
+        "rollout.agent": "endpoint",
+        "rollout.environment": "environments",
+    },
     "engines": {"vllm": "vllm", "service": "service"},
-    "environments": {"verifiers:": "environments", "openenv:": "environments"},
     "scorers": dict.fromkeys(("math-verify", "code-tests", "http:", "https:"), "scorers"),
     "services": {
         "planning": "planner",
@@ -94,7 +97,6 @@ PROVIDERS: Mapping[str, Mapping[str, str]] = {
         "replay": "replay",
         "reports": "report",
         "reward.judge": "scorers",
-        "rollout.agent": "endpoint",
     },
 }
 """Shipped plugin or part of each name, by seam: where a missing name comes from."""
@@ -142,6 +144,17 @@ class EngineSource:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowColumn:
+    """A column that a plugin adds to every row that the sampler returns."""
+
+    path: str
+    """``package.module:function``, called on the sampler's rank with its ``RoleSetting`` and a batch of ended
+    rows; returns a value of JSON for each row."""
+    example: object
+    """Value with which ``check`` tries reward functions."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plugin:
     """Everything that a distribution adds. Names are unique over all plugins and the core."""
 
@@ -171,8 +184,14 @@ class Plugin:
     scorers: Mapping[str, Callable[[str, RewardConfig], FunctionPath]] = field(default_factory=dict)
     """Reward functions by their names in ``reward.function`` and ``reward.functions``, or by a scheme such as
     ``grpc:``. Each gets the recipe's text and the section ``reward``, and runs nothing."""
-    environments: Mapping[str, EnvironmentAdapter] = field(default_factory=dict)
-    """Adapters to libraries of environments, by the scheme of a source, such as ``verifiers:``."""
+    writers: Mapping[str, str] = field(default_factory=dict)
+    """What writes rows in turns with the policy: ``package.module:Class`` of a ``RowWriter``, by the key of
+    the section that turns it on; the section is absent until a recipe has it."""
+    columns: Mapping[str, RowColumn] = field(default_factory=dict)
+    """Further columns of every row that the policy samples, by name."""
+    environments: Mapping[str, Any] = field(default_factory=dict)
+    """What the part ``environments`` takes, an ``EnvironmentAdapter`` to a library of environments, by the
+    scheme of a source, such as ``verifiers:``."""
     services: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Capabilities that a command or an option asks for by name; each makes an object of the protocol that
     the asking module defines, and may import heavy modules."""

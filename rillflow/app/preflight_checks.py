@@ -20,15 +20,7 @@ from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.any_recipe import AnyRecipe
 from rillflow.app.bias_notes import bias_notes, correction_notes
 from rillflow.app.check_report import Report
-from rillflow.app.code_checks import (
-    look_at_agent,
-    look_at_costs,
-    look_at_functions,
-    read_agent,
-    read_functions,
-    say_left_out,
-)
-from rillflow.app.environment_check import look_at_environment
+from rillflow.app.code_checks import look_at_costs, look_at_functions, read_functions, say_left_out
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.machine import available_memory, cuda_devices, device_memory, machine_memory
 from rillflow.app.memory import (
@@ -48,6 +40,7 @@ from rillflow.app.plugin_sections import as_kept, plugin_changes
 from rillflow.app.plugins import installed, service
 from rillflow.app.resolved import Resolved
 from rillflow.app.resume import MAY_CHANGE, after, kill_cost, require_possible, run_config, run_state
+from rillflow.app.row_writers import require_free_columns
 from rillflow.app.schedule_needs import bound_notes, pool_notes
 from rillflow.config.problems import together
 from rillflow.errors import ConfigError, nearest
@@ -95,8 +88,7 @@ def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
         _look_at_memory,
         _look_at_scorers,
         _look_at_machine,
-        look_at_agent if runs_code else read_agent,
-        *([look_at_environment] if runs_code else []),
+        _look_at_writers,
         *([look_at_functions, look_at_costs] if runs_code else [read_functions, say_left_out]),
     ]
     for check in checks:
@@ -349,6 +341,13 @@ def _look_at_scorers(facts: RecipeFacts, report: Report) -> None:
         model = Path(base_of(source))
         if model.is_dir():
             require_model_files(model)
+
+
+def _look_at_writers(facts: RecipeFacts, report: Report) -> None:
+    """Run the check of what writes the rows; refuse data with a column that a plugin adds to rows."""
+    for writer in facts.resolved.writers.values():
+        report.attempt(writer.look, facts)
+    require_free_columns(facts.task)
 
 
 def _look_at_machine(facts: RecipeFacts, report: Report) -> None:

@@ -19,6 +19,7 @@ from rillflow.algorithms.config import SampledConfig
 from rillflow.app.any_recipe import AUTO, AnyRecipe
 from rillflow.app.phases import PhasePlan, listen, phase_plans
 from rillflow.app.role_table import ROLES, RoleSpec, Start, roles_of, table_of
+from rillflow.app.row_writers import RowWriter, row_writers
 from rillflow.app.sections import Recipe
 from rillflow.config.schema import with_values
 from rillflow.graph.trace import Listener
@@ -173,6 +174,20 @@ class Resolved(AnyRecipe):
         named = {"reward.model": reward.model, "cost.model": self.recipe.cost.model}
         named |= {"reward.judge.model": None if judge is None else judge.model}
         return {setting: path for setting, path in named.items() if path is not None}
+
+    @cached_property
+    def writers(self) -> Mapping[str, RowWriter]:
+        """What writes the rows besides the policy, by the key of its section; one at most may.
+
+        Raises:
+            ConfigError: see ``row_writers``.
+        """
+        return row_writers(self.recipe, self.base)
+
+    @property
+    def writer(self) -> str | None:
+        """Section of what writes the rows together with the policy; None if the policy writes them alone."""
+        return next(iter(self.writers), None)
 
     def is_open(self, setting: str) -> bool:
         """Return whether the recipe leaves a setting out, so that a default applies."""

@@ -15,16 +15,15 @@ from rillflow.algorithms.config import SampledConfig
 from rillflow.app.any_recipe import AUTO
 from rillflow.app.consistency import require_consistent
 from rillflow.app.defaults import values_of_run
-from rillflow.app.environment_sources import environment_source
 from rillflow.app.plugin_sections import plugin_changes
 from rillflow.app.resolved import Resolved
+from rillflow.app.row_writers import row_writers
 from rillflow.app.scorers import scorer
 from rillflow.app.sections import Recipe
 from rillflow.app.standing import NOTHING_TO_STAND_ON, StandsOn
 from rillflow.config.schema import value_of
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.errors import DataError, RunDirectoryError
-from rillflow.rewards.function import parse_function
 from rillflow.runs import layout
 from rillflow.runs.changes import Change
 from rillflow.runs.evidence import Evidence, read_recovered
@@ -98,12 +97,8 @@ def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
     Raises:
         RewardError: a file is missing.
     """
-    agent = recipe.rollout.agent
-    named = {"agent": agent.function if agent is not None else None}
-    environment = recipe.rollout.environment
-    is_file = environment is not None and environment_source(environment, base).is_own
-    named["environment"] = environment.source if environment is not None and is_file else None
-    own = {name: parse_function(text, base) for name, text in named.items() if text is not None}
+    codes = {key.rpartition(".")[2]: each.code for key, each in row_writers(recipe, base).items()}
+    own = {name: code.function for name, code in codes.items() if code.is_own}
     scoring = {"reward": recipe.reward.function, "cost": recipe.cost.function}
     scorers = {name: scorer(text, base, recipe.reward) for name, text in scoring.items() if text is not None}
     several = [scorer(text, base, recipe.reward) for text in recipe.reward.functions or {}]

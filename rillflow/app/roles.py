@@ -21,9 +21,10 @@ from rillflow.app.facts import RecipeFacts
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
 from rillflow.app.plugin_sections import own_settings, sections_for_ranks
-from rillflow.app.plugins import service
+from rillflow.app.plugins import imported
 from rillflow.app.resolved import Resolved
 from rillflow.app.role_table import EVAL_REWARD, Start
+from rillflow.app.row_writers import row_columns
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.weight_sync import WeightSync
@@ -176,7 +177,6 @@ class RoleGroups:
             engine=self._engine.path,
             engine_options=self._engine.options,
             sections=sections_for_ranks(recipe),
-            environment=self._facts.environment,
             task=recipe.task,
             limits=recipe.reward,
             sizes=sizes if role == SAMPLER else replace(sizes, dp=world // (sizes.pp * sizes.tp)),
@@ -199,14 +199,17 @@ class RoleGroups:
     def _start_sampler(self, model: ModelConfig) -> None:
         """Make the sampler on the policy's ranks, or on other ranks that the policy sends weights to."""
         placement, mesh = self._recipe.placement, self._generate_mesh()
-        has_agent = self._recipe.rollout.agent is not None
-        wrap = service("rollout.agent", "rollout.agent") if has_agent else None
+        how: dict[str, Any] = {"wraps": [each.wrap for each in self._facts.resolved.writers.values()]}
+        how["columns"] = {
+            name: imported(each.path, f"the column {name} of a plugin")
+            for name, each in row_columns().items()
+        }
         if not placement.samples_apart:
-            self._start(SAMPLER, mesh, of="policy", wrap=wrap)
+            self._start(SAMPLER, mesh, of="policy", **how)
             return
         first = placement.mesh_of("policy").ranks
         counted = Mesh(axes=mesh.axes, ranks=tuple(first + rank for rank in mesh.ranks))
-        self._start(SAMPLER, mesh, of="policy", model=model, generate=counted, wrap=wrap)
+        self._start(SAMPLER, mesh, of="policy", model=model, generate=counted, **how)
         self.delivery = WeightSync(self.executor, placement.deadline_s)
 
     @property

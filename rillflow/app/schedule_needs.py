@@ -39,6 +39,7 @@ def schedule_needs(resolved: Resolved) -> Iterator[Contradiction]:
         phase=config,
         sampled=sampled,
         rollout=recipe.rollout,
+        writer=resolved.writer,
         placement=recipe.placement,
         samples_in_one_call=resolved.main.answers is not None,
         updates=len(resolved.main.heard.calls.get("policy.update", [])),

@@ -123,7 +123,7 @@ def decide(function: FunctionPath, setting: Setting, *, unless_harmless: bool) -
 
     Args:
         function: the function.
-        setting: ``reward.sandbox``, ``rollout.agent.sandbox`` or ``rollout.environment.sandbox``.
+        setting: ``reward.sandbox``, or the same setting of what writes the rows.
         unless_harmless: ``auto`` shuts the function in unless its source is known to be harmless, as for a
             reward; else only if it is recognised to run text or start processes.
 

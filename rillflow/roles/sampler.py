@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -27,12 +28,12 @@ from rillflow.rewards.logged import Sums, merged
 from rillflow.rewards.outcome import LOGGED
 from rillflow.roles.logprob_check import canary_texts, check_canary
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights
+from rillflow.roles.row_columns import with_columns
 from rillflow.roles.setting import RoleSetting
 from rillflow.rollout.config import RolloutConfig, SamplingConfig, server_python
 from rillflow.rollout.engine import Engine, EngineLost, Stops, engine_class, engine_options, losses
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs.durable import write_flushed, writing
-from rillflow.tasks.encoded import Encoder
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import SPLIT_ALL
@@ -42,6 +43,7 @@ ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish
 RUNNING, ENDED = "running", "ended"
 """Files of a sampler's rows in a checkpoint."""
 _KEY = json.dumps(LOGGED)
+NO_COLUMNS: Mapping[str, Callable[[Batch], Sequence[Any]]] = MappingProxyType({})
 GREEDY_SAMPLE = -1
 """Sample number in the row ids of greedy answers, which are not samples of their prompt."""
 
@@ -127,6 +129,7 @@ class Sampler:
         rollout: sampling settings.
         seed: the run's seed; every random number follows from it and from row ids.
         engine: makes the engine, as the class of an Engine does.
+        columns: functions of columns that are added to the rows it returns.
     """
 
     def __init__(
@@ -137,8 +140,9 @@ class Sampler:
         rollout: RolloutConfig,
         seed: int,
         engine: Callable[..., Engine] = NativeEngine,
+        columns: Mapping[str, Callable[[Batch], Sequence[Any]]] = NO_COLUMNS,
     ) -> None:
-        self.weights = weights
+        self.weights, self._columns = weights, columns
         self._rollout = rollout
         stops = Stops(rollout.stop, model.tokenizer)
         with losses():
@@ -175,20 +179,10 @@ class Sampler:
             rollout = rollout.model_copy(update={"server": server})
         if setting.engine_options is not None:
             engine = partial(engine, **engine_options(setting.engine_options)(setting))
-        if setting.wrap is not None:
-            engine = setting.wrap(engine, setting, model)
-        if rollout.environment is not None:
-            from rillflow.serving.environments.engine import EnvironmentEngine
-
-            assert setting.environment is not None, "the recipe has an environment"
-            engine = partial(
-                EnvironmentEngine,
-                inner=engine,
-                source=setting.environment,
-                encoder=Encoder.of(model.tokenizer, setting.task),
-                stack=setting.site.stack,
-            )
-        return cls(weights, model=model, rollout=rollout, seed=setting.seed, engine=engine)
+        for wrap in setting.wraps:
+            engine = wrap(engine, setting, model)
+        columns = {name: partial(function, setting) for name, function in setting.columns.items()}
+        return cls(weights, model=model, rollout=rollout, seed=setting.seed, engine=engine, columns=columns)
 
     @endpoint(SPLIT_ALL, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS, measures=rollout_metrics)
     @losses()
@@ -363,9 +357,10 @@ class Sampler:
         return self._limited(rollout_batch(rollouts), taken[0].sampling)
 
     def _limited(self, rollouts: Batch, sampling: SamplingConfig | None) -> Batch:
-        """Add the field ``limits``: the most tokens that each row could have sampled."""
+        """Add the columns of plugins, and ``limits``: the most tokens that each row could have sampled."""
         limit = (sampling or self._rollout).max_tokens
-        return rollouts.with_fields(limits=torch.full((len(rollouts),), limit))
+        rows = with_columns(rollouts, self._columns)
+        return rows.with_fields(limits=torch.full((len(rollouts),), limit))
 
     def _turn(self) -> None:
         """Load the published weights into the engine.

@@ -25,7 +25,6 @@ from rillflow.rewards.judge_prompt import FrameConfig
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.trained_role import Training
 from rillflow.rollout.config import NATIVE, RolloutConfig
-from rillflow.serving.environments.source import EnvironmentSource
 from rillflow.tasks.config import TaskConfig
 from rillflow.training.config import TrainConfig
 from rillflow.workers.backend import Site
@@ -77,8 +76,6 @@ class RoleSetting:
     """``package.module:function`` that returns arguments that only this engine has; None for none."""
     sections: Mapping[str, Section] = field(default_factory=dict)
     """Sections that plugins added to the recipe, by dotted key."""
-    environment: EnvironmentSource | None = None
-    """Environment that writes the rows; None for none."""
     generate: Mesh | None = None
     """Grid on which the policy generates; None for a policy whose sampler has ranks of its own."""
     model: ModelConfig | None = None
@@ -89,9 +86,11 @@ class RoleSetting:
     """Functions that score."""
     scorers: Mapping[str, ModelConfig] = field(default_factory=dict)
     """Models that score, by the name of their setting."""
-    wrap: Callable[..., Callable[..., Any]] | None = None
-    """Called with what makes the rollout engine, this setting and the policy's model; returns what makes an
-    engine whose rows agents write. None if the policy writes them alone."""
+    wraps: Sequence[Callable[..., Callable[..., Any]]] = ()
+    """Each is called with what makes the rollout engine, this setting and the policy's model; it returns what
+    makes an engine whose rows something else writes together with the policy, such as agents."""
+    columns: Mapping[str, Callable[..., Sequence[Any]]] = field(default_factory=dict)
+    """Columns that a sampler adds to ended rows: a function of this setting and the rows, by name."""
     judge: FunctionPath | None = None
     """Judge over HTTP; None for a judge that is a model, or none."""
     frame: FrameConfig | None = None

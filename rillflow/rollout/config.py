@@ -97,54 +97,6 @@ VLLM = "vllm"
 """Name of the vLLM engine: in the rank's own process, or in a server process next to it."""
 
 
-class AgentConfig(Section):
-    """A function that writes rows by calling the policy. It runs in child processes that can be killed."""
-
-    function: str = Field(
-        description="file.py:name of the agent, relative to the recipe; called once per row."
-    )
-    timeout_s: float = Field(
-        60.0, gt=0, description="Longest time in seconds between two requests of the agent to the policy."
-    )
-    workers: int = Field(
-        16, gt=0, description="Agent processes per sampler rank; each runs one row at a time."
-    )
-    memory_bytes: int = Field(
-        2 * 1024**3, gt=0, description="Address space limit of one child process, in bytes."
-    )
-    sandbox: Literal["auto"] | bool = Field(
-        "auto",
-        description="Run the agent in a sandbox that can reach only the policy; values as in reward.sandbox.",
-    )
-    files: tuple[str, ...] = Field(
-        (), description="Further files and folders that the sandbox shows; see reward.files."
-    )
-
-
-class EnvironmentConfig(Section):
-    """An environment that answers each turn of the policy. It runs in child processes that can be killed."""
-
-    source: str = Field(
-        min_length=1,
-        description="file.py:Class with reset and step, relative to the recipe; verifiers:NAME of an "
-        "environment that the package verifiers finds; or openenv:URL of an OpenEnv server.",
-    )
-    arguments: dict[str, Any] = Field(
-        {}, description="Arguments of the class, or of the environment that verifiers loads."
-    )
-    max_turns: int = Field(16, gt=0, description="Turns after which a row ends.")
-    timeout_s: float = Field(60.0, gt=0, description="Longest time in seconds of one reset or step.")
-    workers: int = Field(
-        4, gt=0, description="Environment processes per sampler rank; each holds up to 128 rows at a time."
-    )
-    memory_bytes: int = Field(
-        4 * 1024**3, gt=0, description="Address space limit of one environment process, in bytes."
-    )
-    sandbox: Literal["auto"] | bool = Field(
-        "auto", description="Run the environment in a sandbox; values as in reward.sandbox."
-    )
-
-
 class RolloutConfig(SamplingConfig):
     """Settings of sampling and of the rollout engine."""
 
@@ -157,6 +109,7 @@ class RolloutConfig(SamplingConfig):
         },
     }
     _keep_cache: bool = PrivateAttr(False)
+    _returns_cache: bool = PrivateAttr(False)
 
     engine: str = Field(
         NATIVE,
@@ -169,17 +122,10 @@ class RolloutConfig(SamplingConfig):
         description="Python interpreter of another environment that has vLLM; each rank starts a vLLM "
         "server with it. Left out, vLLM runs in this environment.",
     )
-    agent: AgentConfig | None = Field(
-        None, description="An agent that produces the rows; left out, the policy completes each prompt once."
-    )
     tool_format: Literal["auto", "hermes", "qwen", "llama", "template"] = Field(
         "auto",
         description="Format in which the model writes tool calls; auto finds it in the chat template, "
         "template is the tokeniser's response_template.",
-    )
-    environment: EnvironmentConfig | None = Field(
-        None,
-        description="An environment that the policy acts in; left out, the policy completes each prompt.",
     )
     max_rows: int = Field(256, gt=0, description="Rows that are sampled at the same time.")
     cache_gib: float | None = Field(
@@ -214,11 +160,15 @@ class RolloutConfig(SamplingConfig):
         return config
 
     @property
-    def writer(self) -> str | None:
-        """Setting of the agent or the environment that writes the rows; None if the policy does it alone."""
-        if self.agent is not None:
-            return "rollout.agent"
-        return None if self.environment is None else "rollout.environment"
+    def returns_cache(self) -> bool:
+        """Whether a row that ended at a stop token keeps its KV cache, because it may continue later."""
+        return self._returns_cache
+
+    def with_returned_cache(self) -> Self:
+        """Return these settings for rows that may continue after they have ended."""
+        config = self.model_copy()
+        config._returns_cache = True
+        return config
 
 
 def server_python(server: str, base: Path) -> Path:

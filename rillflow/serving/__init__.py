@@ -1,1 +1,1 @@
-"""Serving: servers on this machine, their tokens and bounded bodies; tool calls; environments."""
+"""Serving: servers on this machine, their tokens and bounded bodies."""

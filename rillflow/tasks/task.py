@@ -56,6 +56,11 @@ class Task:
     """Further rows for evaluation, by name; their prompts may also be trained on."""
 
     @property
+    def every_row(self) -> tuple[Example, ...]:
+        """The rows to train on, the held-out ones and those of further sets."""
+        return (*self.train, *self.held_out, *(row for rows in self.sets.values() for row in rows))
+
+    @property
     def digest(self) -> str:
         """Digest that identifies the data."""
         return self.fingerprint.digest

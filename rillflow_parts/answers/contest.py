@@ -49,7 +49,6 @@ from rillflow.roles.trained_role import Training
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import native_engine
 from rillflow.runs import layout
-from rillflow.serving.environments.source import REWARD
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example
 from rillflow.tasks.prompts import prompt_batch
@@ -126,7 +125,7 @@ def contest(first: Path, second: Path | None, asking: Asking) -> dict[str, Any]:
             why="models are compared on prompts that they were not trained on",
             fix="give --recipe FILE of a recipe that sets task.held_out or task.held_out_source",
         )
-    functions = [each for each in facts.functions if each != REWARD]  # no environment plays here
+    functions = facts.named_functions  # no environment plays here
     if asking.judge is None and asking.reward_model is None and not functions:
         raise ConfigError(
             f"no function scores answers to {task.name}",

@@ -17,63 +17,56 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from rillflow.isolation.sandbox import Level
-from rillflow.models.language_model import LanguageModel
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rewards.child import START_LIMIT_S, Answer, Child, State, next_answers
-from rillflow.rewards.function import FunctionPath, choose, parse_function
+from rillflow.rewards.function import FunctionPath, choose
 from rillflow.rewards.outcome import FAILED, LOGGED, RETURNED, Outcome, Score
 from rillflow.rewards.text_execution import is_shut_in
-from rillflow.roles.setting import RoleSetting
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Engine
-from rillflow.serving.engine_wrapper import LONGEST_WAIT_S, EngineWrapper
+from rillflow.rollout.engine_wrapper import LONGEST_WAIT_S, EngineWrapper
 from rillflow.serving.server import LoopbackServer, bound
 from rillflow.tasks.encoded import Encoder
+from rillflow_parts.endpoint.config import AgentConfig
 from rillflow_parts.endpoint.conversation import Conversation
 from rillflow_parts.endpoint.engine_queue import EngineQueue
 from rillflow_parts.endpoint.openai_server import Door
+from rillflow_parts.endpoint.tool_calls import tool_format
 
 POLICY = "policy"
 """Model name at an agent's door."""
-
-
-def with_agents(
-    engine: Callable[..., Engine], setting: RoleSetting, model: LanguageModel
-) -> Callable[..., Engine]:
-    """Return what makes an engine whose rows the recipe's agent writes; see ``RoleSetting.wrap``."""
-    assert setting.rollout.agent is not None, "the recipe names an agent"
-    return partial(
-        AgentEngine,
-        inner=engine,
-        function=parse_function(setting.rollout.agent.function, setting.base, "agent"),
-        encoder=Encoder.of(model.tokenizer, setting.task),
-        stack=setting.site.stack,
-    )
 
 
 class AgentEngine(EngineWrapper):
     """An engine, and the agents that write its rows.
 
     Args: see EngineWrapper; and
+        agent: its settings.
         function: the agent, called for every row.
+        encoder: encodes the messages of requests.
     """
 
     def __init__(
-        self, module: nn.Module, config: RolloutConfig, *, function: FunctionPath, **given: Any
+        self,
+        module: nn.Module,
+        config: RolloutConfig,
+        *,
+        agent: AgentConfig,
+        function: FunctionPath,
+        encoder: Encoder,
+        **given: Any,
     ) -> None:
-        assert config.agent is not None, "the config names an agent"
         super().__init__(module, config, **given)
-        self._agent, self._function = config.agent, function
-        self._queue = EngineQueue(self._inner, self._encoder.tokenizer, max_rows=config.max_rows)
+        self._agent, self._function, self._encoder = agent, function, encoder
+        self._tools = tool_format(config.tool_format, encoder.tokenizer)
+        self._queue = EngineQueue(self._inner, encoder.tokenizer, max_rows=config.max_rows)
         self._running: dict[Child, Conversation] = {}
         self._children: dict[Child, str] = {}  # with the URL of its door
         self._keys: dict[str, Conversation] = {}

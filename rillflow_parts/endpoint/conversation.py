@@ -16,16 +16,16 @@ from threading import Lock
 from typing import Any
 
 from rillflow.errors import DataError
-from rillflow.models.next_turn import encode_next
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.rollout.config import SamplingConfig
-from rillflow.serving.tool_calls import Answer, ToolFormat, turn_of
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example, shown
 from rillflow_parts.endpoint.messages import chat_of, same
+from rillflow_parts.endpoint.next_turn import encode_next
 from rillflow_parts.endpoint.openai_answers import read_answer, text_of
 from rillflow_parts.endpoint.openai_protocol import ChatRequest, SamplingRequest
 from rillflow_parts.endpoint.openai_server import encoder_for, prompts_of
+from rillflow_parts.endpoint.tool_calls import Answer, ToolFormat, turn_of
 
 _WHY = "a row is one conversation: its tokens stay as sampled, and new tokens are appended"
 _FIX = "send the earlier messages and answers unchanged, followed by the new part"

@@ -13,9 +13,9 @@ from typing import Any
 from rillflow.models.token_text import TokenPart, escaped
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Finish, Rollout
-from rillflow.serving.tool_calls import Answer, Plain, ToolFormat, call_json
 from rillflow_parts.endpoint.openai_protocol import ChatRequest, CompletionRequest, SamplingRequest
 from rillflow_parts.endpoint.text_scores import TextScores
+from rillflow_parts.endpoint.tool_calls import Answer, Plain, ToolFormat, call_json
 
 
 class Choice:

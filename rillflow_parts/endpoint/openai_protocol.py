@@ -17,9 +17,9 @@ from pydantic_core import PydanticCustomError
 from rillflow.errors import StreamError, nearest
 from rillflow.rollout.config import Factor, Penalty, SamplingConfig, Temperature, TopK
 from rillflow.serving.http_body import checked_request
-from rillflow.serving.tool_calls import ToolFormat
 from rillflow.tasks.example import TAKEN_ARGUMENTS
 from rillflow_parts.endpoint.request_fields import Messages, Name, Notes, Text, Tools
+from rillflow_parts.endpoint.tool_calls import ToolFormat
 
 _OLD = "it belongs to an older version of the protocol"
 _NO_GRAMMAR = "tokens are sampled without grammar constraints"

@@ -36,7 +36,6 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.serving.http_body import SMALL_BYTES, Declined, json_object
 from rillflow.serving.request_reader import HeldRoom, RequestReader
-from rillflow.serving.tool_calls import ToolFormat
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example
 from rillflow_parts.endpoint.engine_queue import EngineQueue, Told, Wanted
@@ -45,6 +44,7 @@ from rillflow_parts.endpoint.openai_answers import Choice, envelope
 from rillflow_parts.endpoint.openai_protocol import ChatRequest, CompletionRequest, SamplingRequest, checked
 from rillflow_parts.endpoint.responses import Output, ResponsesRequest
 from rillflow_parts.endpoint.text_scores import TextScores
+from rillflow_parts.endpoint.tool_calls import ToolFormat
 
 MAX_REQUEST_BYTES = 2**24
 ASKED_EPOCH, SEEDED_EPOCH = -3, -4

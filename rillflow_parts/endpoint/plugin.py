@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rillflow.app.plugins import PARTS, Command, Plugin, service
 from rillflow.cli.failure import DONE
@@ -59,18 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoints", type=Path, metavar="DIR", help=told)
 
 
-def agents() -> Callable[..., Callable[..., Any]]:
-    """Return the function of ``RoleSetting.wrap``."""
-    from rillflow_parts.endpoint.agents import with_agents
-
-    return with_agents
-
-
 PLUGIN = Plugin(
     commands={
         "serve": Command(
             help=PARTS["endpoint"]["serve"], run=serve, add_arguments=add_arguments, outlives_output=True
         )
     },
-    services={"rollout.agent": agents},
+    sections={"rollout.agent": "rillflow_parts.endpoint.config:AgentConfig"},
+    writers={"rollout.agent": "rillflow_parts.endpoint.agent_writer:AgentWriter"},
 )

@@ -34,12 +34,12 @@ from rillflow.runs.reader import read_config
 from rillflow.serving.http_body import Declined
 from rillflow.serving.server import LoopbackServer, bound
 from rillflow.serving.token import token_of
-from rillflow.serving.tool_calls import ToolFormat, tool_format
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
 from rillflow_parts.endpoint.engine_queue import EngineQueue
 from rillflow_parts.endpoint.openai_server import Door, NewRows
 from rillflow_parts.endpoint.text_scores import text_scores
+from rillflow_parts.endpoint.tool_calls import ToolFormat, tool_format
 
 FOLLOW_S = 2.0
 """Seconds between two checks for a newer checkpoint."""

@@ -1,1 +1,1 @@
-"""Environments of other libraries: verifiers, and servers of OpenEnv."""
+"""Environments that answer each turn of the policy: classes of the user's, verifiers and OpenEnv."""

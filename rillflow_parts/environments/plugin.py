@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from rillflow.app.plugins import Plugin
-from rillflow.serving.environments.adapter import EnvironmentAdapter
+from rillflow_parts.environments.adapter import EnvironmentAdapter
 
 _FOLDER = Path(__file__).resolve().parent
 PLUGIN = Plugin(
+    sections={"rollout.environment": "rillflow_parts.environments.config:EnvironmentConfig"},
+    writers={"rollout.environment": "rillflow_parts.environments.writer:EnvironmentWriter"},
     environments={
         "verifiers:": EnvironmentAdapter(
             file=_FOLDER / "verifiers_adapter.py",
@@ -28,5 +30,5 @@ PLUGIN = Plugin(
             package="openenv-core",
             example="openenv:http://127.0.0.1:8000",
         ),
-    }
+    },
 )

@@ -50,8 +50,8 @@ def check_nodes(facts: RecipeFacts, run: Path, backend: Backend) -> list[str]:
 def subject_of(facts: RecipeFacts) -> Subject:
     """Return everything that ranks of a recipe read from their nodes' disks."""
     recipe, functions = facts.recipe, [*facts.functions, *facts.costs]
-    functions += [each for each in (facts.judge, facts.agent) if each is not None]
-    functions += [facts.environment.path] if facts.environment is not None else []
+    functions += [facts.judge] if facts.judge is not None else []
+    functions += [writer.code.function for writer in facts.resolved.writers.values()]
     roots = [Root(what=str(each), file=str(each.file), text=each.text) for each in functions]
     roots += [Root(what="the algorithm", module=name) for name in sorted(set(_modules(facts)))]
     critic = {"critic.path": recipe.critic.path} if recipe.critic.path is not None else {}
@@ -65,13 +65,12 @@ def subject_of(facts: RecipeFacts) -> Subject:
 
 
 def _modules(facts: RecipeFacts) -> Iterator[str]:
-    """Yield the modules of the engine, of an algorithm and of what it brings, and of an environment."""
+    """Yield the modules of the engine, of what writes the rows, and of an algorithm and what it brings."""
     recipe = facts.recipe
     if facts.resolved.has_policy and recipe.rollout.engine != NATIVE:
         yield facts.engine.__module__
-    environment = facts.environment
-    if environment is not None and environment.adapter is not None and environment.adapter.names_module:
-        yield environment.rest.rpartition("/")[2].replace("-", "_")
+    for writer in facts.resolved.writers.values():
+        yield from writer.code.modules
     chosen = recipe.chosen
     for each in (chosen.step, chosen.score, chosen.config, type(chosen.data), *chosen.brings.values()):
         if inspect.isfunction(each) or isinstance(each, type):

@@ -25,11 +25,11 @@ from rillflow.runs.pins import Pins
 from rillflow.runs.reader import read_config
 from rillflow.serving.server import LoopbackServer, bound
 from rillflow.serving.token import token_of
-from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
 from rillflow_parts.endpoint.engine_queue import EngineQueue
 from rillflow_parts.endpoint.openai_server import Door, NewRows
+from rillflow_parts.endpoint.tool_calls import tool_format
 from rillflow_training_service.app import App
 from rillflow_training_service.checkpoints import Checkpoints
 from rillflow_training_service.engine_thread import EngineThread

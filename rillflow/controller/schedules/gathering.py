@@ -122,9 +122,8 @@ class Gathered(Schedule):
 
 def _fixed_rows(recipe: ScheduledRecipe) -> Iterator[tuple[str, str]]:
     """Yield makers of rows that cannot move between replicas, each with the reason."""
-    rollout = recipe.rollout
-    if rollout.writer is not None:
-        yield f"{rollout.writer} writes the rows", "such a row cannot go on in another process"
+    if recipe.writer is not None:
+        yield f"{recipe.writer} writes the rows", "such a row cannot go on in another process"
     if not recipe.samples_in_one_call:
         yield (
             without_one_call(recipe.phase),

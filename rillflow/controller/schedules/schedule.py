@@ -95,6 +95,8 @@ class ScheduledRecipe:
     """The same settings if the algorithm samples rows from the policy; else None."""
     rollout: RolloutConfig
     """Settings of sampling."""
+    writer: str | None
+    """Section of what writes the rows together with the policy; None if the policy writes them alone."""
     placement: PlacementConfig
     """Pools, and the roles on them."""
     samples_in_one_call: bool

@@ -52,7 +52,7 @@ from rillflow.runs.formatting import size
 from rillflow.workers.collectives import Ranks
 
 LEAST_KEPT = 8
-"""Minimum tokens of a row whose cache is kept while its environment works."""
+"""Minimum tokens of an ended row whose cache is kept."""
 FED_TOKENS = 16
 """Maximum tokens behind a row's cache that are fed one by one; more are read in one pass."""
 _IDLE = SamplingConfig()
@@ -267,13 +267,13 @@ class BatchWorker:
         return read_routes(keys, row.cache_row.row, len(row.rollout.tokens))
 
     def _kept(self, row: Sequence, finish: Finish) -> Tensor | None:
-        """Return the KV cache of a row that may continue after an environment's answer; else None.
+        """Return the KV cache of a row that may continue later; else None.
 
         A short row is read again in the pass that feeds it, which costs less than a pass for each new token.
         On a GPU, reading any row again takes less time than moving its cache to the host.
         """
         length = self._scheduler.clock - row.start_step
-        is_kept = self._config.environment is not None and self._device.type == "cpu"
+        is_kept = self._config.returns_cache and self._device.type == "cpu"
         if not is_kept or finish is not Finish.STOP or length < LEAST_KEPT:
             return None
         assert row.cache_row is not None, "a row that has just ended is still there"

@@ -16,11 +16,12 @@ from rillflow.models.language_model import LanguageModel
 from rillflow.records.rollout import starts
 from rillflow.rewards.function import parse_function
 from rillflow.rewards.outcome import FAILED, RETURNED
-from rillflow.rollout.config import AgentConfig, RolloutConfig, SamplingConfig
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow_parts.endpoint.agents import AgentEngine
-from tests.unit.serving.conftest import around, check_sampled_once, columns_of, prompts
+from rillflow_parts.endpoint.config import AgentConfig
+from tests.parts.endpoint.conftest import around, check_sampled_once, columns_of, prompts
 
 AGENT = """
 import json, os, time
@@ -97,7 +98,8 @@ def agents(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> It
             agent = AgentConfig(function="agent.py:solve", workers=workers, timeout_s=timeout_s)
             return AgentEngine(
                 model.module,
-                RolloutConfig(max_tokens=12, max_rows=8, deterministic=True, agent=agent),
+                RolloutConfig(max_tokens=12, max_rows=8, deterministic=True),
+                agent=agent,
                 function=parse_function(agent.function, folder, "agent"),
                 stack=stack,
                 stop_tokens=model.tokenizer.stop_tokens,
@@ -204,7 +206,8 @@ def test_a_sandboxed_agent_reaches_its_door_and_nothing_else(model: LanguageMode
     with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as machine:
         engine = AgentEngine(
             model.module,
-            RolloutConfig(max_tokens=12, max_rows=8, deterministic=True, agent=agent),
+            RolloutConfig(max_tokens=12, max_rows=8, deterministic=True),
+            agent=agent,
             function=parse_function(agent.function, tmp_path, "agent"),
             stack=stack,
             stop_tokens=model.tokenizer.stop_tokens,

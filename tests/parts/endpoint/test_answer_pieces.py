@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
-from rillflow.serving.tool_calls import Plain
 from rillflow_parts.endpoint.openai_answers import Choice
 from rillflow_parts.endpoint.openai_protocol import ChatRequest, CompletionRequest, SamplingRequest
+from rillflow_parts.endpoint.tool_calls import Plain
 from tests.unit.models.token_kinds import byte_level, fallback
 
 KINDS = {made.__name__: made() for made in (fallback, byte_level)}

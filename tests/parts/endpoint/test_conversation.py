@@ -13,11 +13,11 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.encoded import Encoder
 from rillflow_parts.endpoint.conversation import Conversation
 from rillflow_parts.endpoint.openai_protocol import ChatRequest, checked
 from rillflow_parts.endpoint.responses import ResponsesRequest
+from rillflow_parts.endpoint.tool_calls import tool_format
 from tests.clients.small_model import TEMPLATE, TOOLS, make_tokenizer
 
 USER = {"role": "user", "content": "both sums"}

@@ -26,11 +26,11 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, Stops
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.server import LoopbackServer, bound
-from rillflow.serving.tool_calls import Tags
 from rillflow.tasks.encoded import Encoder
 from rillflow_parts.endpoint.engine_queue import EngineQueue
 from rillflow_parts.endpoint.openai_server import Door, NewRows
 from rillflow_parts.endpoint.text_scores import text_scores
+from rillflow_parts.endpoint.tool_calls import Tags
 
 KEY = secrets.token_urlsafe(16)
 TEMPLATE = (

@@ -18,11 +18,11 @@ pytest.importorskip("uvicorn", reason="the door is the extra `service`")
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.rollout.config import RolloutConfig
 from rillflow.serving.server import LoopbackServer, bound
-from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.encoded import Encoder
 from rillflow_parts.endpoint.engine_queue import EngineQueue
 from rillflow_parts.endpoint.openai_protocol import NEUTRAL
 from rillflow_parts.endpoint.openai_server import Door, NewRows
+from rillflow_parts.endpoint.tool_calls import tool_format
 from tests.clients.small_model import CALL, TOOLS, make_tokenizer
 from tests.parts.endpoint.scripted import ScriptedEngine
 

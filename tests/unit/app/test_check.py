@@ -121,26 +121,6 @@ def test_a_good_recipe_has_no_problem_and_every_topic(folder: Path) -> None:
     assert not (folder / "runs").exists(), "a check writes nothing"
 
 
-AGENT = """
-async def solve(prompt, **columns):
-    return [{"points": 2}, {"points": 1}]
-
-def points(returned, **columns):
-    return [float(sum(move["points"] for move in moves)) for moves in returned]
-"""
-
-
-def test_a_reward_of_what_an_agent_returns_is_tried_in_the_run(folder: Path) -> None:
-    (folder / "agent.py").write_text(AGENT)
-    settings = ("rollout.agent.function=agent.py:solve", "reward.function=agent.py:points")
-    report = check(loaded(folder, *settings))
-    assert not report.problems
-    assert any(
-        "agent.py:points failed where the column 'returned' held a text" in each for each in report.notes
-    )
-    assert "agent.py:points needs a column 'returned'" in problems(folder, settings[1])
-
-
 @pytest.mark.parametrize("offload", ["optimizer", "reference", "all"])
 def test_what_lies_in_host_memory_is_said(folder: Path, offload: str) -> None:
     lines = said(check(loaded(folder, f"policy.offload={offload}", "algorithm.loss.kl=0.1")), "placement")

@@ -18,9 +18,6 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-AGENT = {"agent": {"function": "agent.py:solve"}}
-
-
 def recipe(**sections: dict[str, Any]) -> Resolved:
     """Return the small recipe with replaced keys of sections."""
     data = {name: {**SMALL.get(name, {}), **keys} for name, keys in {**SMALL, **sections}.items()}
@@ -80,28 +77,6 @@ def test_the_small_recipe_is_consistent() -> None:
             {"placement": {"pools": {"a": 1, "b": 1}, "roles": {"critic": "b"}}},
             "'critic', and the run has no such role",
             "grpo with these settings has policy, reward",
-        ),
-        (
-            {"rollout": AGENT, "reward": {"model": "judge"}},
-            "reward.model is 'judge', and rollout.agent writes the rows",
-            "a model would still score it",
-        ),
-        (
-            {
-                "rollout": AGENT,
-                "placement": {
-                    "pools": {"main": 2},
-                    "train_parallel": {"main": {"tp": 2}},
-                    "rollout_parallel": {"tp": 2},
-                },
-            },
-            "rollout_parallel.tp is 2, and rollout.agent writes the rows",
-            "an agent calls one of them",
-        ),
-        (
-            {"rollout": {**AGENT, "replay_routing": True}},
-            "replay_routing is true, and rollout.agent writes the rows",
-            "their tokens, but not their routes",
         ),
         (
             {"placement": {"pools": {"a": 1, "b": 1}}},

@@ -129,11 +129,8 @@ def test_a_row_is_as_long_as_its_use_makes_it(folder: Path) -> None:
     assert "1 of 6 demonstrations to train on do not fit" in refused(folder, "warm_start.steps=2")
 
 
-def test_the_longest_row_has_a_prompt_and_an_answer_and_an_agents_fills_the_context(folder: Path) -> None:
-    found = encoded(folder)
-    assert longest_row(recipe_of(folder), found) == 4 + 4
-    agent = 'rollout.agent={ function = "agent.py:solve" }'
-    assert longest_row(recipe_of(folder, agent), found) == 24
+def test_the_longest_row_has_a_prompt_and_an_answer(folder: Path) -> None:
+    assert longest_row(recipe_of(folder), encoded(folder)) == 4 + 4
 
 
 def test_held_out_rows_are_measured_too(folder: Path) -> None:

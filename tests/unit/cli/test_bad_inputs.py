@@ -189,11 +189,6 @@ def eight_tebibytes(folder: Path) -> None:
         file.truncate(8 + len(said) + end)
 
 
-def agent(signature: str, before: str = "") -> Spoil:
-    return text("agent.py", f"{before}def solve({signature}):\n    return 'x'\n")
-
-
-AGENT = "rollout.agent.function=agent.py:solve"
 SHARDS = [f"model-0000{at}-of-00005.safetensors" for at in range(1, 6)]
 LATIN = b"".join(b'{"prompt": "ab%d"}\n' % at for at in range(10)) + b'{"prompt": "ab\xe9"}\n'
 NEW = "policy.model.new={hidden = 30, heads = 4}"
@@ -300,17 +295,7 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
     ),
     "weights of 8 TiB": (eight_tebibytes, "", "weights 8.0 TiB"),
     "a shard missing": (index("model.safetensors", SHARDS[1]), "", f"model lacks {SHARDS[1]}"),
-    # agents
     "empty stop": (nothing, 'rollout.stop=[""]', 'rollout.stop[0] is ""'),
-    "agent wants a column": (agent("prompt, base_url, api_kye"), AGENT, "agent.py:1: the agent solve needs"),
-    "agent by position": (
-        agent("prompt, /, base_url", before="import os\n\n"),
-        AGENT,
-        "(agent.py, line 3) takes 'prompt' by position",
-    ),
-    "agent cannot be imported": (agent("", before="import nothing_here\n"), AGENT, "nothing_here"),
-    "agent is no function": (text("agent.py", "solve = 3\n"), AGENT, "is 3 (int), which cannot be called"),
-    "agent misspelt": (agent(""), "rollout.agent.function=agent.py:sovle", "did you mean 'solve'?"),
     # rows
     "rows missing": (nothing, "task.source=prompt.jsonl", "prompt.jsonl is not there"),
     "rows empty": (text("prompts.jsonl", ""), "", "prompts.jsonl"),

@@ -32,10 +32,13 @@ from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rewards.outcome import Outcome
 from rillflow.rollout.config import RolloutConfig
-from rillflow.serving.engine_wrapper import LONGEST_WAIT_S, EngineWrapper
-from rillflow.serving.environments.episode import Episode
-from rillflow.serving.environments.pool import EnvironmentPool, Told
-from rillflow.serving.environments.source import EnvironmentSource
+from rillflow.rollout.engine_wrapper import LONGEST_WAIT_S, EngineWrapper
+from rillflow.tasks.encoded import Encoder
+from rillflow_parts.endpoint.tool_calls import tool_format
+from rillflow_parts.environments.config import EnvironmentConfig
+from rillflow_parts.environments.episode import Episode
+from rillflow_parts.environments.pool import EnvironmentPool, Told
+from rillflow_parts.environments.source import EnvironmentSource
 
 LONGEST_GATHER_S = 0.005
 """Longest wait in seconds for answers while rows could be sampled."""
@@ -49,7 +52,9 @@ class EnvironmentEngine(EngineWrapper):
     """An engine, and the environments that answer it.
 
     Args: see EngineWrapper; and
-        source: the environment.
+        environment: its settings.
+        source: where its class is.
+        encoder: encodes what it says.
     """
 
     def __init__(
@@ -57,15 +62,17 @@ class EnvironmentEngine(EngineWrapper):
         module: nn.Module,
         config: RolloutConfig,
         *,
+        environment: EnvironmentConfig,
         source: EnvironmentSource,
+        encoder: Encoder,
         context: int,
         **given: Any,
     ) -> None:
-        assert config.environment is not None, "the config names an environment"
-        super().__init__(module, config, context=context, **given)
-        self._max_turns, self._context = config.environment.max_turns, context
+        super().__init__(module, config.with_returned_cache(), context=context, **given)
+        self._max_turns, self._context, self._encoder = environment.max_turns, context, encoder
+        self._tools = tool_format(config.tool_format, encoder.tokenizer)
         self._encode = lru_cache(KNOWN_TEXTS)(self._encoded)
-        self._pool = EnvironmentPool(source, config.environment)
+        self._pool = EnvironmentPool(source, environment)
         self._acting: dict[int, Episode] = {}  # by number; in the environment
         self._ready: dict[int, Episode] = {}  # by number; to be sampled
         self._sampling: dict[RowId, int] = {}  # number by row; in the inner engine

@@ -11,7 +11,7 @@ import rillflow
 from rillflow.cli.main import main
 from rillflow.runs.reader import read_evaluations, read_rollouts
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = {
     "run.threads": 1,
     "task.held_out": 2,

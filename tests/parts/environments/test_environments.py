@@ -15,13 +15,14 @@ from rillflow.errors import RillflowError, RolloutError
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.rollout import Finish, Rollout, starts
 from rillflow.rewards.outcome import FAILED
-from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.serving.environments.engine import EnvironmentEngine
-from rillflow.serving.environments.pool import EnvironmentPool
-from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS, parse_environment
-from tests.unit.serving.conftest import around, check_logprobs, check_sampled_once, columns_of, prompts
+from rillflow_parts.environments.config import EnvironmentConfig
+from rillflow_parts.environments.engine import EnvironmentEngine
+from rillflow_parts.environments.pool import EnvironmentPool
+from rillflow_parts.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS, parse_environment
+from tests.parts.endpoint.conftest import around, check_logprobs, check_sampled_once, columns_of, prompts
 
 GAME = """
 import asyncio
@@ -89,9 +90,8 @@ def made(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iter
             environment = EnvironmentConfig(source="game.py:Game", **settings)
             return EnvironmentEngine(
                 model.module,
-                RolloutConfig(
-                    max_tokens=24, max_rows=8, deterministic=deterministic, environment=environment
-                ),
+                RolloutConfig(max_tokens=24, max_rows=8, deterministic=deterministic),
+                environment=environment,
                 source=parse_environment(environment, folder),
                 stack=stack,
                 stop_tokens=model.tokenizer.stop_tokens | {*model.tokenizer.encode("0123456789")},

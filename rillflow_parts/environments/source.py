@@ -16,13 +16,13 @@ from typing import Any
 
 from rillflow.errors import ConfigError
 from rillflow.rewards.function import FunctionPath, parse_function
-from rillflow.rollout.config import EnvironmentConfig
-from rillflow.serving.environments.adapter import EnvironmentAdapter
+from rillflow_parts.environments.adapter import EnvironmentAdapter
+from rillflow_parts.environments.config import EnvironmentConfig
 
 ENVIRONMENT_REWARD, METRICS, TURNS = "environment_reward", "environment_metrics", "turns"
 """Columns of a row that an environment wrote: the sum of its rewards, its last metrics, its turns."""
 _FOLDER = Path(__file__).resolve().parent
-REWARD = FunctionPath(file=_FOLDER / "reward.py", name=ENVIRONMENT_REWARD)
+REWARD = FunctionPath(file=_FOLDER / "child" / "reward.py", name=ENVIRONMENT_REWARD)
 """Reward function of rows that an environment wrote."""
 
 
@@ -50,6 +50,12 @@ class EnvironmentSource:
     def is_own(self) -> bool:
         """Whether the class is the user's, not an adapter to another library."""
         return self.adapter is None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The installed module that the source names; each node must have it."""
+        is_module = self.adapter is not None and self.adapter.names_module
+        return (self.rest.rpartition("/")[2].replace("-", "_"),) if is_module else ()
 
     @property
     def rest(self) -> str:

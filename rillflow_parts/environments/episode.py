@@ -19,16 +19,16 @@ from dataclasses import replace
 from typing import Any
 
 from rillflow.errors import DataError
-from rillflow.models.next_turn import encode_next
 from rillflow.models.tokenizer import Chat
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.rewards.outcome import FAILED, LOGGED, RETURNED, Outcome
 from rillflow.rollout.config import SamplingConfig
-from rillflow.serving.environments.pool import Told
-from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS
-from rillflow.serving.tool_calls import Answer, Plain, ToolFormat, call_json, turn_of
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import TEMPLATE_ARGUMENTS, Example, prompt_of
+from rillflow_parts.endpoint.next_turn import encode_next
+from rillflow_parts.endpoint.tool_calls import Answer, Plain, ToolFormat, call_json, turn_of
+from rillflow_parts.environments.pool import Told
+from rillflow_parts.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS
 
 
 class Episode:

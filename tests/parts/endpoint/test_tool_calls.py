@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rillflow.serving.tool_calls import Answer, Llama, Tags, ToolFormat
+from rillflow_parts.endpoint.tool_calls import Answer, Llama, Tags, ToolFormat
 
 HERMES, QWEN, LLAMA = Tags(has_xml=False), Tags(has_xml=True), Llama()
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "</tool_call>"]}}\n</tool_call>'

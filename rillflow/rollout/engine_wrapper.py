@@ -1,4 +1,10 @@
-"""EngineWrapper: base of the engines whose rows agents or environments write together with the policy."""
+"""EngineWrapper: base of the engines whose rows something else writes together with the policy.
+
+    rows ─ add ─> waiting ─> a derived class ─ add ─> inner engine: samples a turn
+    ended rows <─ step ──────────┴── what is said next <── step ──┘
+
+Agents (``Plugin.writers``) and environments derive from it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +20,6 @@ from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, Engine, RowByRow
-from rillflow.serving.tool_calls import tool_format
-from rillflow.tasks.encoded import Encoder
 
 LONGEST_WAIT_S = 1.0
 """Longest wait in seconds of one ``step`` in which no row is sampled."""
@@ -26,7 +30,6 @@ class EngineWrapper(RowByRow):
 
     Args: see Engine; and
         inner: constructs the engine that samples.
-        encoder: encodes what agents or environments say.
         stack: closed when the rank ends.
     """
 
@@ -38,13 +41,11 @@ class EngineWrapper(RowByRow):
         config: RolloutConfig,
         *,
         inner: Callable[..., Engine],
-        encoder: Encoder,
         stack: ExitStack,
         **given: object,
     ) -> None:
         self._inner, self._config = inner(module, config, **given), config
-        self._encoder, self._stack = encoder, stack
-        self._tools = tool_format(config.tool_format, encoder.tokenizer)
+        self._stack = stack
         self._waiting = deque[tuple[Rollout, SamplingConfig]]()
 
     @property
@@ -65,11 +66,11 @@ class EngineWrapper(RowByRow):
         self._inner.wake()
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
-        """Let an agent or an environment begin a row from its prompt."""
+        """Begin a row from its prompt, once there is room."""
         self._waiting.append((rollout, sampling or self._config))
 
     def abort(self, row: RowId) -> Rollout:
-        """Remove a row and return it as it was added: its agent or environment cannot be paused."""
+        """Remove a row and return it as it was added: what writes it cannot be paused."""
         for waiting in self._waiting:
             if waiting[0].row == row:
                 self._waiting.remove(waiting)

@@ -38,12 +38,12 @@ from rillflow.rewards.child import START_LIMIT_S, Child, State
 from rillflow.rewards.function import FunctionPath, Parameters, choose, place_of
 from rillflow.rewards.outcome import Outcome
 from rillflow.rewards.text_execution import is_shut_in, visible_to
-from rillflow.rollout.config import EnvironmentConfig
-from rillflow.serving.environments.source import EnvironmentSource
+from rillflow_parts.environments.config import EnvironmentConfig
+from rillflow_parts.environments.source import EnvironmentSource
 
 ROWS = 128
 """Largest number of rows that one process holds."""
-_HOST = Path(__file__).resolve().with_name("host.py")
+_HOST = Path(__file__).resolve().parent / "child" / "host.py"
 _KEY_BYTES = 32
 _OBSERVED = (int, str | list | None, float, bool, dict, list | None)
 """Types of an answer: row, observation, reward, whether the episode has ended, metrics, tools."""

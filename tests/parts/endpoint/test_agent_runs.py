@@ -12,7 +12,7 @@ import rillflow
 from rillflow.cli.main import main
 from rillflow.runs.reader import read_rollouts
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = {
     "run.threads": 1,
     "task.digits": 1,

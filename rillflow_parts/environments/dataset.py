@@ -15,8 +15,8 @@ from rillflow.isolation.sandbox import Level
 from rillflow.rewards.child import Child, State, next_answers
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Score
-from rillflow.rollout.config import EnvironmentConfig
-from rillflow.serving.environments.source import EnvironmentSource
+from rillflow_parts.environments.config import EnvironmentConfig
+from rillflow_parts.environments.source import EnvironmentSource
 
 LIST_LIMIT_S = 3600.0
 """Longest time in seconds to list the rows: a data set may be downloaded."""

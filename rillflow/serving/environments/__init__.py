@@ -1,1 +1,0 @@
-"""Environments: classes with ``reset`` and ``step``, verifiers environments and OpenEnv servers."""
