@@ -51,7 +51,7 @@ LONGEST_FIRST = (
     "tests/distributed/test_local_processes.py",
     "tests/flows/test_lost_scorers.py",
     "tests/flows/test_gathered_steps.py",
-    "tests/flows/test_fused.py",
+    "tests/parts/fusion/test_fused.py",
     "tests/simulation/test_seeds.py",
     "tests/parts/memory/test_peaks.py",
     "tests/architecture/test_mutation_study.py",

@@ -21,8 +21,8 @@ from published.models import shape
 
 from rillflow.errors import PlanError
 from rillflow.graph.graph import Graph, Stage
-from rillflow.placement.fused.check import check
-from rillflow.placement.fused.solve import quick_schedule
+from rillflow_parts.fusion.alignment import fused_of
+from rillflow_parts.fusion.scheduling.solve import quick_schedule
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.fused import ROUNDS
 from rillflow_planner.fusion import LONGEST, with_fusion
@@ -32,8 +32,10 @@ from rillflow_planner.ranking import PAYS, Fusion, Ranked, SearchObjective
 from rillflow_planner.search import search
 from rillflow_planner.workload import Lengths, Workload
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 import measured_at
+
+from tests.parts.fusion.scheduling.check import check
 
 SMALLEST = ["--pairs 0 --devices 32 --minibatches 64"]
 NEEDS = ["rillflow_planner"]
@@ -87,7 +89,7 @@ def compared(problem: Problem) -> Fusion | None:
 def grids(one: Ranked) -> str:
     """The grids of both, and whether they share devices."""
     units = [one.plan.units[name] for name in ("policy", "critic")]
-    how = "" if one.plan.fused else ("in turn: " if units[0].pool == units[1].pool else "apart: ")
+    how = "" if fused_of(one.plan) else ("in turn: " if units[0].pool == units[1].pool else "apart: ")
     return how + "; ".join(str(unit.grid) for unit in units)
 
 
@@ -99,7 +101,7 @@ def confirmed(problem: Problem, found: Ranked) -> float:
     """
     pool, seats = found.plan.pools[0], found.evaluation.units
     options = {name: seat.option for name, seat in seats.items()}
-    pair = [seats[name].unit for name in found.plan.fused]
+    pair = [seats[name].unit for name in fused_of(found.plan)]
     parts, whole = CostModel(problem).fused_stage(pool.machine_type, options, pair)
     made = quick_schedule(whole)
     if faults := check(whole, made):

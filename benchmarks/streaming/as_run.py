@@ -103,7 +103,7 @@ def simulate_as_run(
     is_in_order = not phase.schedule.is_by_group
     plan = replace(
         plan_of(loaded, problem.graph, problem.hardware.fleets[0]),
-        fused=(),  # the seconds of their stages are known
+        settings={},  # fuses nothing: the seconds of their stages are known
         freshness=phase.schedule.lag,
         streams=int(is_in_order and placement.samples_apart and parts > 1 and config.goes_by(parts)),
     )

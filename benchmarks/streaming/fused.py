@@ -23,10 +23,11 @@ import measured_at
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from rillflow.placement.fused.check import check  # noqa: E402
-from rillflow.placement.fused.problem import FusedProblem, FusedSchedule, even, lower_bound  # noqa: E402
-from rillflow.placement.fused.solve import front, schedule  # noqa: E402
-from tests.unit.placement.fused.exhaustive import Exhaustive, drawn  # noqa: E402
+from rillflow_parts.fusion.scheduling.problem import FusedProblem, FusedSchedule, lower_bound  # noqa: E402
+from rillflow_parts.fusion.scheduling.solve import schedule  # noqa: E402
+from tests.parts.fusion.scheduling.check import check  # noqa: E402
+from tests.parts.fusion.scheduling.exhaustive import Exhaustive, drawn  # noqa: E402
+from tests.parts.fusion.scheduling.toys import even, front, within  # noqa: E402
 
 SMALLEST = ["--instances 2 5 --seeds 1 --points 1 --front-budget 50 --least-budget 50 --problems 3"]
 NEEDS = ["rillflow_planner"]
@@ -158,7 +159,7 @@ def least_rows(numbers: list[int], budget: int, known: dict[int, FusedSchedule])
         least = found
         while found.latency_s <= lower_bound(problem) and max(found.peak_bytes) > max(instance.memory):
             least = found
-            capped = problem.within(max(found.peak_bytes) - min(instance.memory) / 2)
+            capped = within(problem, max(found.peak_bytes) - min(instance.memory) / 2)
             for seed in range(2):
                 found = verified(capped, schedule(capped, budget=budget, seed=seed))
                 if found.latency_s <= lower_bound(problem):

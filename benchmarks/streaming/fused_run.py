@@ -37,20 +37,23 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "distributed")]
 from meshes import Case, decoder  # noqa: E402
 from processes import together  # noqa: E402
-from toy_stages import toy_pass  # noqa: E402
 
-from rillflow.placement.fused.problem import FusedProblem, FusedSchedule, Pipeline, even, lower_bound  # noqa: E402
-from rillflow.placement.fused.solve import schedule  # noqa: E402
-from rillflow.placement.fused.step import in_1f1b, step_plan  # noqa: E402
 from rillflow.placement.mesh import Mesh  # noqa: E402
+from rillflow.placement.pipeline import Pipeline  # noqa: E402
 from rillflow.records.batch import Batch, row_ids  # noqa: E402
 from rillflow.records.ragged import Ragged  # noqa: E402
 from rillflow.records.row import RowId  # noqa: E402
-from rillflow.sharding.fused_pipeline import PipelinePass, run_fused  # noqa: E402
 from rillflow.sharding.mesh import rank_groups, require_processes  # noqa: E402
 from rillflow.sharding.module import Parallel  # noqa: E402
 from rillflow.sharding.packed_rows import lay_out  # noqa: E402
+from rillflow.sharding.pipeline_runner import PipelinePass  # noqa: E402
 from rillflow.workers.collectives import Ranks  # noqa: E402
+from rillflow_parts.fusion.fused_pipeline import run_fused  # noqa: E402
+from rillflow_parts.fusion.scheduling.problem import FusedProblem, FusedSchedule, lower_bound  # noqa: E402
+from rillflow_parts.fusion.scheduling.solve import schedule  # noqa: E402
+from rillflow_parts.fusion.scheduling.step import in_1f1b, step_plan  # noqa: E402
+from tests.parts.fusion.scheduling.toys import even  # noqa: E402
+from tests.parts.fusion.toy_stages import toy_pass  # noqa: E402
 
 SMALLEST = []
 SLOW = ["--setups 2 --unit-ms 2 --rounds 1 --budget 50 --pairs 1 --tokens 8"]  # 8 processes
@@ -129,8 +132,8 @@ PAIRS = (
 
 def in_turn(both: Sequence[PipelinePass], between: Callable[[], None]) -> None:
     """Run both pipelines one after the other."""
-    for index, given in enumerate(both):
-        given.run_alone(is_descending=index == 1)
+    for given in both:
+        given.run_alone()
         between()
 
 
@@ -254,6 +257,7 @@ def real_pass(
         readings=readings,
         finish=lambda number, output: output.square().sum() * (1 + number) / 64,
         after=lambda: None,
+        is_descending=is_descending,
     )
 
 

@@ -37,13 +37,13 @@ def observers(run):  # run.path, recipe, base, say
     return [] if settings is None else [Lines(run.path / settings.file)]
 
 
-def needs(recipe):
+def needs(resolved):
     from lines_settings import LinesConfig
 
     from rillflow.app.plugin_sections import section_of
     from rillflow.errors import ConfigError
 
-    settings = section_of(recipe, "run.lines", LinesConfig)
+    settings = section_of(resolved.recipe, "run.lines", LinesConfig)
     if settings is not None and settings.file == "metrics.jsonl":
         yield ConfigError(
             'run.lines.file is "metrics.jsonl"', why="the run writes it", fix="name another file"

@@ -19,7 +19,7 @@ from rillflow.app.encoding import encode_task
 from rillflow.app.evaluate import judged
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.phases import PhasePlan
-from rillflow.app.plugins import service
+from rillflow.app.plugins import installed, service
 from rillflow.app.resume import keeps_decisions
 from rillflow.app.reward_needs import compares
 from rillflow.app.role_table import EVAL_REWARD
@@ -30,13 +30,13 @@ from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.decisions import RecordedDecisions
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
-from rillflow.controller.fused_calls import FusedCalls
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Loop
 from rillflow.controller.open_step import Phase
 from rillflow.controller.schedules.phase_parts import DecisionHistory, PhaseParts
 from rillflow.controller.source import DataStream, GroupSampling, Source
-from rillflow.controller.step_executor import StepExecutor
+from rillflow.controller.step_executor import StepCalls, StepExecutor
+from rillflow.errors import ConfigError
 from rillflow.models.language_model import choose_device
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean
@@ -159,9 +159,8 @@ class Build:
         files = kept.collected if kept is not None else {}
         rows = {name: executor.loaded(file.absolute()) for name, file in files.items()}
         source = self._source(plan, place, kept)
-        fused = self._recipe.placement.fused
-        updates = FusedCalls(fused if {*fused} <= {*trained} else (), trained)
-        executor = StepExecutor(executor, source, updates)
+        calls = self._calls(trained)
+        executor = StepExecutor(executor, source, calls)
         return Phase(
             name=plan.name,
             index=index,
@@ -175,10 +174,23 @@ class Build:
             flow=Flow(executor, resumed["numbers"] if resumed else None, rows, self._recipe.run.seed),
             executor=executor,
             source=source,
+            calls=calls,
             beside=self._beside(plan, resumed),
             evaluated=plan.evaluated,
             freshness=plan.schedule.lag,
         )
+
+    def _calls(self, trained: Sequence[str]) -> StepCalls:
+        """Return what submits the calls of a phase's steps: a plugin's object, or one for single calls."""
+        makers = [each.calls for each in installed().values() if each.calls is not None]
+        made = [calls for make in makers if (calls := make(self._resolved, trained, self._say)) is not None]
+        if len(made) > 1:
+            raise ConfigError(
+                f"{' and '.join(type(each).__name__ for each in made)} both submit the calls of a step",
+                why="each call is submitted once, and the recipe has settings of both plugins",
+                fix="change the settings of one",
+            )
+        return made[0] if made else StepCalls()
 
     def _source(self, plan: PhasePlan, place: Mapping[str, Any], kept: Checkpoint | None) -> Source:
         """Return the source of a phase's prompts and rows, from a position in the data on."""

@@ -142,10 +142,4 @@ def placement_lines(resolved: Resolved) -> list[str]:
                 f"tp {placement.generate_tp}; weights are sent there at every publish"
                 + (f", and used {ahead} steps later" if ahead else "")
             )
-    if placement.fused:
-        one, other = placement.fused
-        lines.append(
-            f"updates of {one} and {other}: one fused stage; the pipeline stages of {other} are in reverse "
-            "order. A rank holds the gradients of both, more than the memory of one update"
-        )
     return lines

@@ -2,7 +2,7 @@
 
     Resolved ─ contradictions ─┬─ model, phases, batch, rates, sampling   here
                                ├─ what scores ──────────────────────────> reward_needs.py
-                               ├─ pools, grids, fused updates ──────────> placement_needs.py
+                               ├─ pools and grids ──────────────────────> placement_needs.py
                                └─ the order of a step ──────────────────> schedule_needs.py
 
 It reads the settings alone, for a start and for a resume; ``check`` looks at files and data.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig
 from rillflow.app.batch_arithmetic import step_rows
 from rillflow.app.contradictions import Contradiction
-from rillflow.app.placement_needs import device_needs, fused_needs, mesh_needs, pool_needs
+from rillflow.app.placement_needs import device_needs, mesh_needs, pool_needs
 from rillflow.app.plugins import installed
 from rillflow.app.resolved import Resolved
 from rillflow.app.reward_needs import reward_needs
@@ -214,7 +214,6 @@ def _correction(resolved: Resolved) -> Iterator[Contradiction]:
 
 _OF_PLACED = (
     mesh_needs,
-    fused_needs,
     schedule_needs,
     _moving,
     _correction,
@@ -225,4 +224,4 @@ _OF_PLACED = (
 def plugin_needs(resolved: Resolved) -> Iterator[Contradiction]:
     """Yield the contradictions that plugins find."""
     for plugin in installed().values():
-        yield from map(Contradiction.of, plugin.needs(resolved.recipe) if plugin.needs is not None else ())
+        yield from map(Contradiction.of, plugin.needs(resolved) if plugin.needs is not None else ())

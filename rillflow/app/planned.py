@@ -1,6 +1,6 @@
 """Planned: apply a plan to a recipe's placement, or refuse a plan that cannot run.
 
-Plan ─┬─ settings_of ─> placement.pools, roles, grids, fused, the schedule, as --set
+Plan ─┬─ settings_of ─> placement.pools, roles, grids, settings of plugins, the schedule, as --set
       │                 writes them
       ├─ require_for ─> refuses a plan of another recipe, or a plan that no run supports yet
       └─ keep_plan ───> writes it to the run directory; returns whether the run is placed by it
@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rillflow.app.plugin_sections import plugin_settings
+from rillflow.app.plugins import PROVIDERS
 from rillflow.app.resolved import Resolved
 from rillflow.config.load import parse_override, read_toml
 from rillflow.config.toml_text import inline_text
 from rillflow.controller.schedules.in_order import InOrder
 from rillflow.errors import ConfigError, PlanError, nearest
-from rillflow.placement.plan import GATHERED, SAMPLER, Plan, open_plan, plan_text
+from rillflow.placement.plan import GATHERED, SAMPLER, Plan, plan_text, read_plan
 from rillflow.runs import layout
 from rillflow.runs.evidence import Evidence
 from rillflow.workers.config import PlacementConfig
@@ -25,11 +27,8 @@ from rillflow.workers.config import PlacementConfig
 _OVERSAMPLED = ("oversample_prompts", "oversample_samples")
 _ORDERS = {"ahead": ("freshness",), "tail_batching": _OVERSAMPLED, "gathering": GATHERED}
 """Settings of a plan that choose the order of a step, by ``schedule.mode``."""
-PLANNED = (
-    *map("placement.{}".format, ("pools", "roles", "train_parallel", "rollout_parallel", "fused")),
-    *(f"schedule.{key}" for keys in _ORDERS.values() for key in keys),
-)
-"""Settings that a plan fixes."""
+_PLACED = tuple(map("placement.{}".format, ("pools", "roles", "train_parallel", "rollout_parallel")))
+_SCHEDULED = tuple(f"schedule.{key}" for keys in _ORDERS.values() for key in keys)
 PROCESSOR = "cpu"
 """Prefix of the names of devices that need no accelerator."""
 
@@ -42,6 +41,22 @@ class Planning(Protocol):
     ) -> Plan:
         """Return a recipe's own placement on a cluster with predicted seconds, for ``run --cluster``."""
         ...
+
+
+def open_plan(file: Path) -> Plan:
+    """Read a plan from a file.
+
+    Raises:
+        ConfigError: the file is missing or is not TOML.
+        PlanError: the content is not a plan.
+    """
+    return read_plan(read_toml(file, "plan"), str(file), [key.partition(".")[2] for key in _added()])
+
+
+def _added() -> list[str]:
+    """Return the settings that plugins add to the section ``placement``; a recipe refuses missing ones."""
+    known = {**plugin_settings(), **PROVIDERS["settings"]}
+    return [key for key in known if key.startswith("placement.")]
 
 
 def mode_of(recipe: Path) -> str:
@@ -61,12 +76,13 @@ def settings_of(plan: Plan, overrides: Sequence[str], mode: str = "in_order") ->
     Raises:
         ConfigError: an override places something.
     """
+    planned = (*_PLACED, *_added(), *_SCHEDULED)
     for text in overrides:
         dotted = parse_override(text).dotted
-        if dotted == "placement" or dotted.startswith(PLANNED):
+        if dotted == "placement" or dotted.startswith(planned):
             raise ConfigError(
                 f"--set {text} cannot be combined with --plan",
-                why=f"the plan sets {', '.join(PLANNED)}",
+                why=f"the plan sets {', '.join(planned)}",
                 fix="change the plan's file, or remove one of the two options",
             )
     said = list[str]()
@@ -111,11 +127,12 @@ def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
     pairs = {(unit.pool, placement.pool_of(name)) for name, unit in plan.units.items()}
     models = {name: unit for name, unit in plan.units.items() if name != SAMPLER}
     names = dict(pairs)
+    own = {*PlacementConfig.model_fields}
     alike = len(pairs) == len(names) == len(set(names.values()))
     return (
         alike
         and placement.samples_apart == (SAMPLER in plan.units)
-        and placement.fused == plan.fused
+        and placement.model_dump(mode="json", exclude=own, exclude_defaults=True) == plan.settings
         and all(placement.mesh_of(name).grid == unit.grid for name, unit in models.items())
         and all(unit.generate_tp in (0, placement.generate_tp) for unit in plan.units.values())
     )

@@ -1,6 +1,6 @@
-"""Plugin sections: settings that plugins add to a recipe, by the dotted key of their section.
+"""Plugin sections: sections and single settings that plugins add to a recipe, by dotted key.
 
-    Recipe, sections of every plugin ─ with_sections ─> a derived class: --set, check, config.json, pages
+    Recipe, what every plugin adds ─ with_sections ─> a derived class: --set, check, config.json, pages
     recipe, "run.trackers" ─ section_of ─> the section, for the plugin that brought it
     config.json of a run ─ known_settings, as_kept ─> without sections of plugins that have gone or come
 
@@ -29,8 +29,17 @@ SHARED = "run"
 """Section that every kind of recipe has; a kind of its own gets the sections of plugins below it alone."""
 
 
+def plugin_settings() -> Mapping[str, str]:
+    """Return the single settings that plugins add to sections of the core, by dotted key, with their classes.
+
+    Raises:
+        ConfigError: two plugins bring one key.
+    """
+    return brought(lambda plugin: plugin.settings, "setting")
+
+
 def plugin_sections() -> Mapping[str, type[Section]]:
-    """Return the sections that plugins bring, by dotted key, without those that cannot be imported.
+    """Return the classes of sections and settings of plugins by key, without those that cannot be imported.
 
     Raises:
         ConfigError: two plugins bring one key.
@@ -39,9 +48,9 @@ def plugin_sections() -> Mapping[str, type[Section]]:
 
 
 def _imported_sections() -> tuple[dict[str, type[Section]], dict[str, ConfigError]]:
-    """Return the classes of sections by key, and the errors of those that cannot be imported."""
+    """Return the classes by key, and the errors of those that cannot be imported."""
     classes, errors = dict[str, type[Section]](), dict[str, ConfigError]()
-    for key, path in brought(lambda plugin: plugin.sections, "section").items():
+    for key, path in {**brought(lambda plugin: plugin.sections, "section"), **plugin_settings()}.items():
         try:
             classes[key] = imported(path, f"the section {key} of a plugin")
         except ConfigError as error:
@@ -72,8 +81,9 @@ def with_sections(kind: type[S], *, shared_only: bool = False) -> type[S]:
 
 @cache
 def _composed(kind: type[S], added: tuple[tuple[str, type[Section]], ...], above: str = "") -> type[S]:
-    """Return a class with further sections, by their keys below it."""
+    """Return a class with further sections and settings, by their keys below it."""
     fields: dict[str, Any] = {}
+    bases = list[type[S]]()
     deeper = dict[str, list[tuple[str, type[Section]]]]()
     for key, section in added:
         name, _, rest = key.partition(".")
@@ -85,6 +95,8 @@ def _composed(kind: type[S], added: tuple[tuple[str, type[Section]], ...], above
             )
         if rest:
             deeper.setdefault(name, []).append((rest, section))
+        elif issubclass(section, kind):
+            bases.append(section)  # it has the setting
         else:
             fields[name] = _field(section)
     for name, entries in deeper.items():
@@ -94,11 +106,12 @@ def _composed(kind: type[S], added: tuple[tuple[str, type[Section]], ...], above
         default = inner(**field.default.model_dump(exclude_unset=True)) if is_preset else field.default
         is_optional = field.default is None
         fields[name] = (inner | None if is_optional else inner, default)
-    if not fields:
+    if not fields and not bases:
         return kind
-    made: type[S] = create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields)
+    base = tuple(bases) or kind
+    made: Any = create_model(kind.__name__, __base__=base, __module__=kind.__module__, **fields)
     made.__doc__ = kind.__doc__
-    return made
+    return cast(type[S], made)
 
 
 def _field(section: type[Section]) -> Any:
@@ -144,7 +157,7 @@ def validated(kind: type[S], data: Data, title: str) -> S:
     """Return a recipe's data as its record; see ``validate``.
 
     Raises:
-        ConfigError: also if the data have a section whose plugin is not installed or cannot be loaded.
+        ConfigError: also if the data have something whose plugin is not installed or cannot be loaded.
     """
     for key, error in _missing_sections(title).items():
         if _value(data, key) is not None:
@@ -176,7 +189,7 @@ def as_kept(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
         return dict(settings)
     kept: Any = read_recovered(run, layout.CONFIG)
     for key, section in plugin_sections().items():
-        is_default = _value(settings, key) == _default(section)
+        is_default = _value(settings, key) == _default(key, section)
         if is_default and not _has(kept, key):
             settings = _without(settings, key)
     for key in _missing_sections(""):
@@ -185,21 +198,27 @@ def as_kept(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
     return dict(settings)
 
 
-def _default(section: type[Section]) -> Any:
-    """Return the default of a section as config.json has it."""
+def _default(key: str, section: type[Section]) -> Any:
+    """Return the default of a section or setting as config.json has it."""
+    if key in plugin_settings():
+        return _value(section.model_construct().model_dump(mode="json"), key.rpartition(".")[2])
     default = _field(section)[1].default
     return default.model_dump(mode="json") if isinstance(default, Section) else None
 
 
 def _missing_sections(title: str) -> Mapping[str, ConfigError]:
-    """Return the errors of sections that are known and not there, by key.
+    """Return the errors of sections and settings that are known and not there, by key.
 
     Args:
         title: what names the section.
     """
     classes, errors = _imported_sections()
-    shipped = [key for key in PROVIDERS["sections"] if key not in classes and key not in errors]
-    named = {key: absent("sections", key, f"{title}: [{key}]") for key in shipped}
+    named = {
+        key: absent(seam, key, f"{title}: {mark.format(key)}")
+        for seam, mark in (("sections", "[{}]"), ("settings", "{}"))
+        for key in PROVIDERS[seam]
+        if key not in {*classes, *errors}
+    }
     return errors | {key: error for key, error in named.items() if error is not None}
 
 

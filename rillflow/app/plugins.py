@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from rillflow.app.check_report import Report
     from rillflow.app.facts import RecipeFacts
     from rillflow.app.plugin_recipe import PluginRecipe
-    from rillflow.app.sections import Recipe
+    from rillflow.app.resolved import Resolved
     from rillflow.config.load import Override
     from rillflow.config.schema import Data
     from rillflow.controller.schedules.schedule import Schedule
+    from rillflow.controller.step_executor import StepCalls
     from rillflow.rewards.config import RewardConfig
     from rillflow.rewards.function import FunctionPath
     from rillflow.runs.observers import ObservedRun, Observer
@@ -60,6 +61,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     },
     "doctor": {"doctor": "check this machine for problems that would stop or slow down a run"},
     "endpoint": {"serve": "serve a model, or a run's newest checkpoint, over OpenAI's protocol"},
+    "fusion": {},
     "memory": {},
     "nodes": {},
     "replay": {
@@ -86,6 +88,7 @@ PROVIDERS: Mapping[str, Mapping[str, str]] = {
         "rollout.agent": "endpoint",
         "rollout.environment": "environments",
     },
+    "settings": {"placement.fused": "fusion"},
     "engines": {"vllm": "vllm", "service": "service"},
     "scorers": dict.fromkeys(("math-verify", "code-tests", "http:", "https:"), "scorers"),
     "services": {
@@ -170,15 +173,21 @@ class Plugin:
     sections: Mapping[str, str] = field(default_factory=dict)
     """Settings by the dotted key of their section, such as ``run.trackers``: ``package.module:Class`` of a
     ``Section``. One whose keys all have defaults is always there; another is None until a recipe has it."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Single settings of the core's sections, by dotted key, such as ``placement.spare``:
+    ``package.module:Class`` of a class that derives from the section's and adds them, with defaults."""
     may_change: Sequence[str] = ()
-    """Keys, or groups of keys, of these sections that a resumed run may change."""
+    """Keys, or groups of keys, of these sections and settings that a resumed run may change."""
     look: Callable[[RecipeFacts | AnyRecipe, Report], None] | None = None
     """Check before a run: reads files and machines, adds lines, notes and problems to the report. A recipe of
     another kind comes without facts."""
-    needs: Callable[[Recipe], Iterable[ConfigError]] | None = None
+    needs: Callable[[Resolved], Iterable[ConfigError]] | None = None
     """Yields contradictions between settings; reads nothing else."""
     observers: Callable[[ObservedRun], Sequence[Observer]] | None = None
     """Returns what watches a run; empty for none."""
+    calls: Callable[[Resolved, Collection[str], Callable[[str], None]], StepCalls | None] | None = None
+    """Returns what submits the calls of a phase's steps, to run several calls as one; None: nothing special.
+    Gets the recipe, the roles that the phase trains, and a function that shows a note to the user."""
     engines: Mapping[str, EngineSource] = field(default_factory=dict)
     """Rollout engines by their names in ``rollout.engine``."""
     scorers: Mapping[str, Callable[[str, RewardConfig], FunctionPath]] = field(default_factory=dict)

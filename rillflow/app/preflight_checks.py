@@ -35,7 +35,7 @@ from rillflow.app.memory import (
 )
 from rillflow.app.meshes import unfit
 from rillflow.app.model_files import require_adapter_fits, require_model_files, require_template
-from rillflow.app.placement_needs import require_devices, require_independent
+from rillflow.app.placement_needs import require_devices
 from rillflow.app.plugin_sections import as_kept, plugin_changes
 from rillflow.app.plugins import installed, service
 from rillflow.app.resolved import Resolved
@@ -79,7 +79,6 @@ def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
     """
     checks = [
         _look_at_step,
-        _look_at_fused,
         *([_look_at_engine] if runs_code else []),
         _look_at_settings,
         _look_at_data,
@@ -122,13 +121,6 @@ def _look_at_step(facts: RecipeFacts, report: Report) -> None:
         from rillflow.app.graphs import unpublished
 
         report.notes += filter(None, map(unpublished, facts.resolved.graphs))
-
-
-def _look_at_fused(facts: RecipeFacts, _report: Report) -> None:
-    """Check that two fused updates do not need each other's results."""
-    fused = facts.recipe.placement.fused
-    if fused:
-        require_independent(fused, facts.resolved.graphs)
 
 
 def _look_at_engine(facts: RecipeFacts, report: Report) -> None:

@@ -32,8 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     plan, placed = None, []
     if arguments.plan is not None:
-        from rillflow.app.planned import mode_of, require_for, settings_of
-        from rillflow.placement.plan import open_plan
+        from rillflow.app.planned import mode_of, open_plan, require_for, settings_of
 
         plan = open_plan(arguments.plan)
         placed = settings_of(plan, arguments.set, mode_of(Path(arguments.recipe)))

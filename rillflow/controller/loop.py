@@ -100,7 +100,7 @@ class Loop:
         best = best_checkpoint(run.path)
         self._best_reward = -math.inf if best is None else best.mean_reward
         self._saves = deque[Save]()
-        self._left = self._unfused = ""
+        self._left = ""
         self._discard()  # leftovers of a killed run
         self.version = 0
         """Policy version of the last publish."""
@@ -353,9 +353,6 @@ class Loop:
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
         self._run.log_metrics(step.number, phase.name, metrics)
         self._place = place  # a step without a line of metrics runs again
-        if step.unfused and not self._unfused:
-            self._unfused = step.unfused
-            self._progress.note(self._unfused)
         for told in step.skips:
             self._progress.note(told)
         self._interruption.pace = f" (the last one took {duration(seconds)})"

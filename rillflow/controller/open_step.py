@@ -22,9 +22,10 @@ from typing import Any
 from rillflow.controller.checkpoint import AHEAD, updates_of
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow, Journal, Supply
-from rillflow.controller.pipeline_passes import fused_metrics, passes_record, unfused_note
+from rillflow.controller.pipeline_passes import passes_record
 from rillflow.controller.saved_flight import FlightSave
 from rillflow.controller.source import DataStream, Source
+from rillflow.controller.step_executor import StepCalls
 from rillflow.controller.telemetry import asked
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import reports_of
@@ -72,6 +73,8 @@ class Phase:
     """k: a step samples with the version published k steps before the version that it trains."""
     moving: tuple[str, ...] = ()
     """Untrained roles whose weights still change."""
+    calls: StepCalls = field(default_factory=StepCalls)
+    """Submits the calls of its steps."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -208,11 +211,6 @@ class OpenStep:
         return all(each.is_ready and not each.has_failed for each in made)
 
     @property
-    def unfused(self) -> str:
-        """Note on updates that were to be fused and ran one after the other; empty if there are none."""
-        return unfused_note(self._passes)
-
-    @property
     def writing(self) -> Sequence[Pending]:
         """Results that are ready when the rows are on disk; the loop waits for them one step later."""
         return self._telemetry.written
@@ -259,7 +257,12 @@ class OpenStep:
         metrics: dict[str, Metric] = dict(self._phase.source.metrics)
         for part in self._reports:
             metrics |= part.read(wait_s)
-        metrics = self._sampled() | self._measured() | fused_metrics(self._passes) | metrics
+        metrics = {
+            **self._sampled(),
+            **self._measured(),
+            **self._phase.calls.metrics(self._passes),
+            **metrics,
+        }
         if self.journal.published is not None:
             metrics["policy/version/max"] = Max(value=version)
         remembered = self._state["numbers"]
@@ -290,8 +293,8 @@ class OpenStep:
             after = list(dict.fromkeys(names.get(source, source) for source in made.work.after))
             facts = [*made.work.worked, *made.facts(wait_s)]
             self._run.log_span(span_of(stage, self.number, facts, ahead_s, made.beside, after))
-            passes = passes_record(stage, self.number, [*facts, *made.beside], ahead_s)
-            if passes is not None:
+            ran = [each for each in (*facts, *made.beside) if each.runs]
+            if ran and (passes := passes_record(stage, self.number, ran, ahead_s)) is not None:
                 self._run.log_passes(passes)
                 self._passes.append(passes)
         for stage, sent in moved.items():

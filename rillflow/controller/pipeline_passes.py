@@ -1,7 +1,6 @@
-"""Pipeline passes: record the passes of a step's pipelines, and how much time fusing them saves.
+"""Pipeline passes: record the passes of a step's pipelines.
 
 Facts.runs of a stage's ranks ─ passes_record ─> PassesRecord ─ passes.jsonl
-records of a step ─ fused_metrics ─> fused/gain/mean: predicted;  fused/measured_gain/mean
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rillflow.records.metrics import Mean, Metric
-from rillflow.runs.passes import ALONE, PassesRecord, RankPasses, alone_bubble, windows
+from rillflow.runs.passes import ALONE, PassesRecord, RankPasses, alone_bubble
 from rillflow.workers.values import RECORDED_RANKS, Facts
 
 
@@ -61,30 +59,4 @@ def _rank_passes(facts: Facts, ahead_s: float) -> RankPasses:
             for number, run in enumerate(facts.runs)
             for each in run.passes
         ),
-    )
-
-
-def fused_metrics(records: Sequence[PassesRecord]) -> dict[str, Metric]:
-    """Return the predicted and the measured gain of a step's fused updates; empty if none are to be fused."""
-    known = [window for window in windows(records) if window.gain != ALONE]
-    if not known:
-        return {}
-    fused = [window.measured_gain for window in known if len(window.stages) > 1]
-    found: dict[str, Metric] = {
-        "fused/gain/mean": Mean(total=sum(window.gain for window in known), count=len(known))
-    }
-    if fused:
-        found["fused/measured_gain/mean"] = Mean(total=sum(fused), count=len(fused))
-    return found
-
-
-def unfused_note(records: Sequence[PassesRecord]) -> str:
-    """Return a note if updates that were to be fused ran one after the other; else an empty text."""
-    left = [each for each in records if any(gain != ALONE for gain in each.gains) and not any(each.is_fused)]
-    if not left:
-        return ""
-    gain = max(each for each in left[0].gains if each != ALONE)
-    return (
-        f"{' and '.join(each.stage for each in left)} run one after the other: fusing them would save "
-        f"{gain:.1%} of their time"
     )

@@ -8,24 +8,51 @@ Rows of one chunk move on while later chunks are generated:
     update       3        6        9
 
 A stage that needs all rows at once (whitening, an update that mixes them, a number) is submitted after all
-chunks. Two updates that ``placement.fused`` names are submitted as one call (``fused_calls``).
+chunks. ``StepCalls`` submits a call to its group; a plugin may hold one back and submit several as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.fused_calls import FusedCalls
 from rillflow.controller.source import ChunkedResult, Source
 from rillflow.formulas import granularity
 from rillflow.graph.handle import Formula, Options
+from rillflow.records.metrics import Metric
+from rillflow.runs.passes import PassesRecord
 from rillflow.workers.backend import Place
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
 from rillflow.workers.transfer import ROWS
+
+
+class StepCalls:
+    """Submits the calls of a phase's steps to their groups, one by one; a plugin may bring a derived class.
+
+    A derived class may hold a call back: it returns a ``Pending`` that has no submission yet, and submits the
+    call together with a later one, or in ``before`` a call that reads what it writes.
+    """
+
+    def before(self, group: Group, endpoint: str) -> None:
+        """Prepare for a call of the step; nothing of it is submitted yet."""
+
+    def call(self, group: Group, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
+        """Return the result of a call."""
+        return group.call(endpoint, *args, **options)
+
+    def release(self) -> None:
+        """Submit every call that is held back."""
+
+    def drop(self) -> None:
+        """Forget every call that is held back, because the run is stopped."""
+
+    def metrics(self, passes: Sequence[PassesRecord]) -> Mapping[str, Metric]:
+        """Return metrics of a finished step from the pipeline passes of its stages."""
+        del passes
+        return {}
 
 
 class StepExecutor(GroupExecutor):
@@ -34,20 +61,19 @@ class StepExecutor(GroupExecutor):
     Args:
         executor: has the groups and their backend.
         source: gives the sampler's rows, and takes the policy's versions.
-        fused: updates that run together.
+        calls: submits the calls.
     """
 
-    def __init__(self, executor: GroupExecutor, source: Source, fused: FusedCalls | None = None) -> None:
+    def __init__(self, executor: GroupExecutor, source: Source, calls: StepCalls | None = None) -> None:
         super().__init__(executor.groups, executor.backend)
-        self._source, self._fused = source, fused or FusedCalls()
+        self._source, self._calls = source, calls or StepCalls()
         self._chain: list[tuple[ChunkedResult, Callable[[int], Pending]]] = []
         self._chunks = 0
 
     def call(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
         """See Executor."""
         group = self.serving(role, endpoint)
-        if not self._fused.takes(group, endpoint):
-            self._fused.before(group)
+        self._calls.before(group, endpoint)
         if group.role == SAMPLER:
             rows = self._source.rows(group, endpoint, args, options)
             if rows is not None:
@@ -69,9 +95,7 @@ class StepExecutor(GroupExecutor):
             )
         if called is None or not chunks or not called.by_parts or not options["passes"].goes_by(chunks):
             self._submit()
-            if self._fused.takes(group, endpoint):
-                return self._fused.call(group, args, options)
-            return group.call(endpoint, *args, **options)
+            return self._calls.call(group, endpoint, args, options)
         if any(each.stage.startswith(f"{group.of}.") for each, _ in self._chain):
             self._submit()  # these calls need the weights before the update
 
@@ -130,19 +154,19 @@ class StepExecutor(GroupExecutor):
     def _at(self, places: Sequence[Place], name: str, role: str, *how: Any, **cut: Any) -> Pending:
         self._submit()
         if role:
-            self._fused.release()
+            self._calls.release()
         return super()._at(places, name, role, *how, **cut)
 
     def abandon(self) -> float:
         """See GroupExecutor; deferred stages are dropped."""
         self._chain.clear()
-        self._fused.drop()
+        self._calls.drop()
         return super().abandon()
 
     def deal(self, *how: Any) -> list[Pending]:
         """See GroupExecutor."""
         self._submit()
-        self._fused.release()
+        self._calls.release()
         return super().deal(*how)
 
 

@@ -1,19 +1,18 @@
 """Plan: pools, sizes, and grids for every unit; the planner's result and the launcher's input.
 
-Plan ─ plan_text ─> plan.toml, for a person to read and edit ─ open_plan ─> Plan, or an error
+Plan ─ plan_text ─> plan.toml, for a person to read and edit ─ read_plan ─> Plan, or an error
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError, nearest
 from rillflow.placement.grid import Grid
-from rillflow.placement.tables import TABLE, TEXT, Count, Reader, kind_of, named, number, read, values, whole
+from rillflow.placement.tables import TABLE, TEXT, Count, Reader, named, number, read, values, whole
 
 COMMENT = "Placement of the models and predicted seconds; rillflow run RECIPE --plan FILE launches it."
 SAMPLER = "sampler"
@@ -78,10 +77,6 @@ def _unit(data: object, where: str) -> PlannedUnit:
     return PlannedUnit(pool=pool, grid=grid, generate_tp=generate_tp)
 
 
-def _pair(data: object, where: str) -> tuple[str, ...]:
-    return tuple(TEXT(one, where) for one in kind_of(list, "it must be a list of two roles")(data, where))
-
-
 _UNIT: Mapping[str, Reader] = {
     "pool": TEXT,
     **dict.fromkeys(("dp", "fsdp", "pp", "tp", "cp", "ep"), whole(1)),
@@ -114,11 +109,6 @@ class Plan:
     """Prompts begun per trained prompt; the longest ones move to later rounds."""
     oversample_samples: Annotated[float, number(1.0)] = 1.0
     """Rows begun per trained row."""
-    fused: Annotated[tuple[str, ...], _pair] = ()
-    """Two roles of one pool whose updates run as one fused stage; empty for none.
-
-    The pipeline of the first ascends over the devices, that of the second descends.
-    """
     gather_rows: int = 0
     """Unfinished rows of a step at which they are gathered on fewer replicas; 0 for never."""
     gather_replicas: int = 0
@@ -129,6 +119,8 @@ class Plan:
     """Predicted seconds of a step."""
     predicted_stages_s: Mapping[str, float] = field(default_factory=dict)
     """Predicted seconds of the stages of a step by name; empty without a prediction."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that plugins add to the recipe's section ``placement``, by key, as a file has them."""
 
     @property
     def placement(self) -> Mapping[str, Any]:
@@ -153,7 +145,7 @@ class Plan:
             "roles": {name: names[unit.pool] for name, unit in self.units.items()},
             "train_parallel": train,
             "rollout_parallel": {"tp": max([1, *(unit.generate_tp for unit in self.units.values())])},
-            **({"fused": list(self.fused)} if self.fused else {}),
+            **self.settings,
         }
 
     def pool(self, name: str) -> PlannedPool:
@@ -191,7 +183,7 @@ def plan_text(plan: Plan) -> str:
         "name": plan.name,
         "freshness": plan.freshness,
         **{key: vars(plan)[key] for key in _SELDOM if vars(plan)[key] != vars(Plan)[key]},
-        **({"fused": list(plan.fused)} if plan.fused else {}),
+        **plan.settings,
         "pools": {
             pool.name: {
                 "machine_type": pool.machine_type,
@@ -212,31 +204,21 @@ def plan_text(plan: Plan) -> str:
     return toml_text(tables, comment=COMMENT)
 
 
-def open_plan(file: Path) -> Plan:
-    """Read a plan from a file.
-
-    Raises:
-        ConfigError: the file is missing or is not TOML.
-        PlanError: the content is not a plan.
-    """
-    from rillflow.config.load import read_toml  # imports pydantic, which creating a plan does not need
-
-    return read_plan(read_toml(file, "plan"), str(file))
-
-
-def read_plan(data: Mapping[str, Any], name: str) -> Plan:
+def read_plan(data: Mapping[str, Any], name: str, settings: Collection[str] = ()) -> Plan:
     """Read a plan from its tables.
 
     Args:
         data: the tables of a plan file.
         name: name of the file in errors.
+        settings: keys that may be in ``Plan.settings``; a recipe with the plan checks their values.
 
     Raises:
         PlanError: a key is missing, unknown or of another type, or two keys contradict each other.
     """
     told = values(data.get("predicted", {}), _PREDICTED, f"{name}: predicted")
     expected = {"predicted_step_s": told.get("step_s", 0.0), "predicted_stages_s": told.get("stages_s", {})}
-    tables = {key: value for key, value in data.items() if key != "predicted"}
+    expected["settings"] = {key: value for key, value in data.items() if key in settings}
+    tables = {key: value for key, value in data.items() if key not in ("predicted", *settings)}
     plan: Plan = read(Plan, tables, name, **expected)
     require_possible(plan, name)
     return plan
@@ -275,59 +257,6 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:
     if (plan.gather_replicas or plan.gather_by != Plan.gather_by) and not plan.gather_rows:
         what = f"gather_replicas is {plan.gather_replicas} and gather_by {plan.gather_by!r}"
         yield what, "without gather_rows, no rows are gathered"
-    if plan.fused:
-        yield from _unaligned(plan)
-
-
-def _unaligned(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield why the two updates cannot be one fused stage; each assumes that the previous do not occur."""
-    what, trained = f"fused is {list(plan.fused)}", [name for name in plan.units if name != SAMPLER]
-    if len(set(plan.fused)) != 2 or len(plan.fused) != 2:
-        yield what, "a fused stage has the updates of two different roles"
-    for name in plan.fused:
-        if name not in trained:
-            known = f"the roles with weights to train are among {', '.join(trained)}"
-            yield what, f"{known}; {nearest(name, trained)}"
-    one, two = (plan.units[name] for name in plan.fused)
-    if one.pool != two.pool:
-        why = f"{plan.fused[0]} is on pool {one.pool} and {plan.fused[1]} on {two.pool}; only updates on the "
-        yield what, f"{why}same devices can use each other's idle time"
-    yield from ((what, each.why) for each in unaligned(one.grid, two.grid))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Misalignment:
-    """A reason why two pipelines cannot run as one fused stage."""
-
-    why: str
-    """The reason, with both grids."""
-    fix: str
-    """The change that removes the reason."""
-
-
-def unaligned(one: Grid, two: Grid) -> Iterator[Misalignment]:
-    """Yield why pipelines on two grids of the same devices cannot run as one fused stage."""
-    grids, sizes = f"{one}; {two}", sorted((one.pp, two.pp))
-    if one.tp * one.cp != two.tp * two.cp:
-        yield Misalignment(
-            why=f"a stage of both must lie on the same devices, so both need one tp, not {grids}",
-            fix="set the same tp for both",
-        )
-    elif sizes[1] % sizes[0]:
-        yield Misalignment(
-            why=f"the shorter pipeline is repeated beside the longer; its pp must divide the other: {grids}",
-            fix=f"set both pp to {sizes[1]}",
-        )
-    if sizes[0] == 1:
-        yield Misalignment(
-            why=f"without pipeline stages there is no idle time to fill: {grids}",
-            fix="set pp above 1 for both",
-        )
-    if one.is_sharded or two.is_sharded or max(one.ep, two.ep) > 1:
-        yield Misalignment(
-            why=f"with fsdp or ep every pass waits for other replicas, which may run another pass: {grids}",
-            fix="leave fsdp and ep at 1",
-        )
 
 
 def _recipe_axes(grid: Grid) -> dict[str, int]:

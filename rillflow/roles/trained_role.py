@@ -23,16 +23,16 @@ from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.saving import Saving
 from rillflow.runs.durable import flush, publish_folder, write_error
+from rillflow.sharding.pipeline_runner import PipelineRunner
 from rillflow.sharding.sharded_file import WRITE, together
 from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.training.minibatches import minibatches
 from rillflow.training.scorer import Scorer
 from rillflow.training.terms import Loss
 from rillflow.training.trainer import Trainer
-from rillflow.workers.baton import BatonSide, Fusible
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import BROADCAST
-from rillflow.workers.values import PipelineRun
+from rillflow.workers.values import Pipelined, PipelineRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class StatefulRole:
         return self._saves[folder].written(wait=wait)
 
 
-class TrainedRole(StatefulRole, Fusible, Generic[Model]):
+class TrainedRole(StatefulRole, Pipelined, Generic[Model]):
     """A model that is trained in phases.
 
     Args:
@@ -118,13 +118,14 @@ class TrainedRole(StatefulRole, Fusible, Generic[Model]):
         if resume is not None:
             self.share.load_state(self.trainer, resume)
 
-    def fuse(self, side: BatonSide | None) -> None:
-        """See Fusible."""
-        self.share.parallel.pipeline.side = side
+    @property
+    def pipeline(self) -> PipelineRunner | None:
+        """Runner of its pipeline; None if the model has one stage."""
+        return self.share.parallel.pipeline
 
     def taken_runs(self) -> Sequence[PipelineRun]:
-        """See Fusible."""
-        return self.share.parallel.pipeline.taken_runs()
+        """See Pipelined."""
+        return () if self.pipeline is None else self.pipeline.taken_runs()
 
     @property
     def updates(self) -> int:

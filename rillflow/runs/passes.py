@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from rillflow.placement.fused.problem import Pipeline
+from rillflow.placement.pipeline import Pipeline
 from rillflow.runs import layout
 from rillflow.runs.json_lines import decode, read_lines
 
@@ -68,9 +68,9 @@ class PassesRecord:
     pool: str
     """Pool of the ranks."""
     bubbles: tuple[float, ...]
-    """Predicted share of idle time of each optimiser step, with its partner if it was fused."""
+    """Predicted share of idle time of each optimiser step, with its partner if it had one."""
     gains: tuple[float, ...]
-    """Predicted share of time that fusing saves, of each optimiser step; ``ALONE`` without a partner."""
+    """Predicted share of time that a common run saves, by optimiser step; ``ALONE`` without a partner."""
     is_fused: tuple[int, ...]
     """1 for each optimiser step whose passes ran together with another model's."""
     ranks: tuple[RankPasses, ...]
@@ -97,7 +97,7 @@ class PassesRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class PassWindow:
-    """Optimiser steps of one pool that overlap in time: one of a pipeline, or a fused pair."""
+    """Optimiser steps of one pool that overlap in time: one of a pipeline, or two that ran together."""
 
     stages: tuple[str, ...]
     """Names of the stages."""
@@ -112,7 +112,7 @@ class PassWindow:
     predicted: float
     """Predicted share of idle time."""
     gain: float
-    """Predicted share of time that fusing saves; ``ALONE`` without a partner."""
+    """Predicted share of time that a common run saves; ``ALONE`` without a partner."""
     in_turn_s: float
     """Least seconds of the pipelines one after the other, from the measured passes."""
 
@@ -142,13 +142,13 @@ def alone_bubble(pipeline: Pipeline | None) -> float:
 
 
 def windows(records: Sequence[PassesRecord]) -> list[PassWindow]:
-    """Return the optimiser steps of some records in order of time, fused ones as one."""
+    """Return the optimiser steps of some records in order of time, those that ran together as one."""
     joined: list[list[_Run]] = []
     for run in sorted(_runs(records), key=lambda run: (run.record.pool, run.record.step, run.start_s)):
         last = joined[-1][-1] if joined else run
         is_near = (last.record.pool, last.record.step) == (run.record.pool, run.record.step)
         is_over = bool(joined) and is_near and run.start_s < max(each.end_s for each in joined[-1])
-        if is_over and run.is_fused and last.is_fused and last.record.stage != run.record.stage:
+        if is_over and run.has_partner and last.has_partner and last.record.stage != run.record.stage:
             joined[-1].append(run)
         else:
             joined.append([run])
@@ -166,7 +166,7 @@ class _Run(NamedTuple):
     ranks: frozenset[int]
 
     @property
-    def is_fused(self) -> bool:
+    def has_partner(self) -> bool:
         return bool(self.record.is_fused[self.number])
 
 

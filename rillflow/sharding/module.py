@@ -35,7 +35,6 @@ from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weigh
 from rillflow.placement.sbp import Broadcast, Part
 from rillflow.records.batch import Batch
 from rillflow.sharding.experts import cut_experts, expert_weights
-from rillflow.sharding.fusion import PipelineRunner
 from rillflow.sharding.mesh import Gradients, RankGroups, require_processes
 from rillflow.sharding.packed_rows import Reading, empty_reading, lay_out
 from rillflow.sharding.pipeline import (
@@ -46,6 +45,7 @@ from rillflow.sharding.pipeline import (
     require_same,
     weight_stages,
 )
+from rillflow.sharding.pipeline_runner import PipelineRunner
 from rillflow.sharding.tensor import cut_tensors, own, share_tokens
 from rillflow.workers.collectives import Ranks, SingleRank
 
@@ -126,8 +126,8 @@ class Parallel:
         self._agreeing: tuple[Ranks, ...] = (groups.everyone,)
         self.part = _Part(module, groups, most_logits)
         """The module that a pass calls."""
-        self.pipeline = PipelineRunner(groups, module, self.part)
-        """Runner of the passes if the model has several stages."""
+        self.pipeline = PipelineRunner(groups, module, self.part) if groups.pp.size > 1 else None
+        """Runner of the passes of a model with several stages."""
         if not self.is_whole:
             if self.padded:
                 raise ModelError(*own_attention_is_whole(type(module).__name__))
@@ -250,7 +250,7 @@ class Parallel:
                     self._error = error
             return output.sum() * 0
 
-        if self.groups.pp.size > 1:
+        if self.pipeline is not None:
             readings = list(self._readings(parts, back, routing))
             for reading in self.pipeline.run(readings, share, after):
                 reading.check(self.module)

@@ -41,7 +41,7 @@ class MeshSizes:
     sequence: bool = False
     """Whether tp ranks also shard the tokens in layers that are not sharded (``sharding.tensor``)."""
     is_descending: bool = False
-    """Whether the first pipeline stage is on the last rank of a replica (``sharding.fused_pipeline``)."""
+    """Whether the first pipeline stage is on the last rank of a replica."""
 
     @property
     def mesh(self) -> Mesh:
@@ -126,11 +126,6 @@ class PlacementConfig(Section):
         False,
         description="Whether tensor-parallel ranks may span nodes, over slower links.",
     )
-    fused: tuple[str, ...] = Field(
-        (),
-        description="Two trained models whose updates fill each other's pipeline bubbles on the same ranks, "
-        'such as ["policy", "critic"]; the second model\'s stages are in reverse order.',
-    )
     start_s: float = Field(
         60.0,
         gt=0,
@@ -179,15 +174,7 @@ class PlacementConfig(Section):
         fsdp, ep, pp, tp = (axes.pop(axis, 1) for axis in TRAIN_AXES[1:])
         left = max(1, self.pools[self.pool_of(role)] // max(1, fsdp * ep * pp * tp))
         dp = axes.pop("dp", left) * fsdp * ep
-        return MeshSizes(
-            dp=dp,
-            fsdp=fsdp,
-            ep=ep,
-            pp=pp,
-            tp=tp,
-            sequence=self.sequence_parallel and tp > 1,
-            is_descending=role in self.fused[1:],
-        )
+        return MeshSizes(dp=dp, fsdp=fsdp, ep=ep, pp=pp, tp=tp, sequence=self.sequence_parallel and tp > 1)
 
     @property
     def generate_tp(self) -> int:

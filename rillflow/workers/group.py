@@ -20,10 +20,10 @@ from rillflow.workers import program
 from rillflow.workers.awaited import Replies
 from rillflow.workers.backend import Backend, Place
 from rillflow.workers.endpoint import Endpoint
-from rillflow.workers.pending import Pending, pack_options, pending_of, submitted
+from rillflow.workers.pending import Pending, pack_options, submitted
 from rillflow.workers.program import Call, Factory
 from rillflow.workers.transfer import AXES, Transfer
-from rillflow.workers.values import Lie, Names, RemoteValue, are_whole, piece, shares
+from rillflow.workers.values import Lie, Names, are_whole, piece, shares
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,27 +37,12 @@ class PreparedCall:
     calls: Sequence[tuple[Place, Sequence[Any]]]
     """Every rank, with the arguments of ``program.run``."""
     described: Mapping[str, Any]
-    """Further arguments of ``submitted``."""
+    """Further arguments of ``submitted`` and ``pending_of``."""
 
     def submit(self) -> Pending:
         """Run it on its ranks."""
         calls = [(place, program.run, given) for place, given in self.calls]
         return submitted(self.stage, self.backend, calls, **self.described)
-
-
-def call_fused(first: PreparedCall, second: PreparedCall) -> tuple[Pending, Pending]:
-    """Run two calls of two roles on the same ranks at once; return their results (see workers.baton)."""
-    backend, made = first.backend, list[Sequence[Any]]()
-    for (place, one), (_, other) in zip(first.calls, second.calls, strict=True):
-        made.append(backend.submit(place, program.run_fused, one, other, results=4))
-    both = []
-    for index, each in enumerate((first, second)):
-        own = [
-            (place, RemoteValue(value=parts[2 * index], facts=parts[2 * index + 1]))
-            for (place, _), parts in zip(each.calls, made, strict=True)
-        ]
-        both.append(pending_of(each.stage, backend, own, **each.described))
-    return both[0], both[1]
 
 
 class Group:
@@ -140,7 +125,7 @@ class Group:
         return self.prepared(endpoint, *arguments, **options).submit()
 
     def prepared(self, endpoint: str, *arguments: Any, **options: Any) -> PreparedCall:
-        """Return the call of an endpoint on all ranks, for ``call`` or ``call_fused``; see ``call``."""
+        """Return the call of an endpoint on all ranks, ready to be submitted; see ``call``."""
         if endpoint not in self.endpoints:
             raise ClusterError(
                 f"role {self.role!r} has no endpoint {endpoint!r}",

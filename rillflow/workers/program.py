@@ -2,7 +2,7 @@
 
     start(site, role, factory)          construct the role's object and keep it here
     run(site, call, arguments)          resolve references, run the method, keep its result and Facts here
-    run_fused(site, first, second)      the same for two calls at once, which share work (workers.baton)
+    ready_call(site, call, ...)         the same call, ready to run
     gather_facts(site, held)            gather the Facts of many parts for all ranks that need them
     apply(site, role, function, ...)    run a function, with the role's object as first argument if named
     deal(site, role, function, ...)     the same, with each element of the returned tuple as a result
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
@@ -24,12 +23,12 @@ from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.runs.error_lines import innermost_line
 from rillflow.workers.backend import RankLost, Site
-from rillflow.workers.baton import Fusible, run_both
 from rillflow.workers.collectives import Stranded, is_broken_collective
 from rillflow.workers.values import (
     Facts,
     Held,
     Own,
+    Pipelined,
     PipelineRun,
     Rows,
     Whole,
@@ -82,30 +81,20 @@ def run(
     site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, Any], speaks: bool
 ) -> tuple[Any, Facts]:
     """Call a role's method; return its result, or None if this rank's result is not taken, and its Facts."""
-    return _ready_call(site, call, arguments, options, speaks)()
+    return ready_call(site, call, arguments, options, speaks)()
 
 
-def run_fused(site: Site, first: Sequence[Any], second: Sequence[Any]) -> tuple[Any, ...]:
-    """Run two calls of two roles at once, each given as the arguments of ``run``; see ``workers.baton``.
-
-    Returns:
-        The first call's result and Facts, then the second's.
-    """
-    calls = [_ready_call(site, *each) for each in (first, second)]
-    return tuple(chain(*run_both([_object(site, each[0].role) for each in (first, second)], calls)))
-
-
-def _ready_call(
+def ready_call(
     site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, Any], speaks: bool
 ) -> Callable[[], tuple[Any, Facts]]:
     """Return a call whose arguments are here, ready to run; see ``run``."""
-    role, whole = _object(site, call.role), partial(_whole, site, arguments)
+    role, whole = object_of(site, call.role), partial(_whole, site, arguments)
     method = getattr(role, call.endpoint)  # the group has checked the name
     ready = _ready(site, str(call), partial(_reading, call, method, whole), arguments, options)
 
     def work() -> tuple[Any, Facts]:
         found, facts = ready()
-        if isinstance(role, Fusible):
+        if isinstance(role, Pipelined):
             facts = replace(facts, runs=tuple(_on_clock(site, each) for each in role.taken_runs()))
         return found if speaks else None, facts
 
@@ -135,7 +124,7 @@ def apply(
     options: Mapping[str, Any],
 ) -> tuple[Any, Facts]:
     """Call a function, with a role's object before the arguments if one is named; errors call it ``name``."""
-    work = partial(function, _object(site, role)) if role else function
+    work = partial(function, object_of(site, role)) if role else function
     return _ready(site, name, work, arguments, options)()
 
 
@@ -145,8 +134,8 @@ def deal(site: Site, *described: Any) -> tuple[Any, ...]:
     return (*found, facts)
 
 
-def _object(site: Site, role: str) -> Any:
-    """Return a role's object.
+def object_of(site: Site, role: str) -> Any:
+    """Return the object of a role.
 
     Raises:
         ClusterError: the rank has none.

@@ -14,6 +14,7 @@ the facts for all. From a batch, only the fields that are read are pulled.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,9 +67,17 @@ class PipelineRun:
     passes: tuple[TimedPass, ...]
     """Its passes in order."""
     gain: float | None = None
-    """Predicted share of time that fusing saves of both pipelines in turn; None without a partner."""
+    """Predicted share of time that running two pipelines together saves; None without a partner."""
     bubble: float | None = None
-    """Predicted share of idle time in the fused schedule; None if the pipeline ran alone."""
+    """Predicted share of idle time of both; None if the pipeline ran alone."""
+
+
+class Pipelined(ABC):
+    """A role whose calls may run the passes of a pipeline."""
+
+    @abstractmethod
+    def taken_runs(self) -> Sequence[PipelineRun]:
+        """Return the first runs with backward passes since the last call."""
 
 
 @dataclass(frozen=True, kw_only=True)

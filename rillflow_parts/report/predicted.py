@@ -14,7 +14,8 @@ from statistics import median
 
 import numpy as np
 
-from rillflow.placement.plan import Predicted, open_plan
+from rillflow.app.planned import open_plan
+from rillflow.placement.plan import Predicted
 from rillflow.runs import layout
 from rillflow.runs.formatting import columns, seconds
 from rillflow.runs.run_data import RunData

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rillflow.app.any_recipe import AnyRecipe
     from rillflow.app.check_report import Report
     from rillflow.app.facts import RecipeFacts
-    from rillflow.app.sections import Recipe
+    from rillflow.app.resolved import Resolved
     from rillflow.errors import ConfigError
     from rillflow.rewards.config import JudgeConfig, RewardConfig
 
@@ -59,11 +59,11 @@ def judge() -> Callable[[RewardConfig, JudgeConfig], FunctionPath]:
     return remote_judge
 
 
-def needs(recipe: Recipe) -> Iterable[ConfigError]:
+def needs(resolved: Resolved) -> Iterable[ConfigError]:
     """Yield contradictions between the settings of servers."""
     from rillflow_parts.scorers.server_needs import server_needs
 
-    return server_needs(recipe)
+    return server_needs(resolved.recipe)
 
 
 def look(facts: RecipeFacts | AnyRecipe, report: Report) -> None:

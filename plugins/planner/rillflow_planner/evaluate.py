@@ -20,6 +20,7 @@ from rillflow.graph.graph import Graph, Stage
 from rillflow.placement.grid import Numbers
 from rillflow.placement.plan import SAMPLER, Plan, require_possible
 from rillflow.runs.formatting import size
+from rillflow_parts.fusion.alignment import fused_of, require_fusable
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.misfit import least_text, recomputation
@@ -320,17 +321,18 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
             there are.
     """
     require_possible(plan)
+    require_fusable(plan)
     for what, why in _unfit(problem, plan):
         raise PlanError(what, why=why)
-    found = {}
+    found, fused = {}, fused_of(plan)
     for pool in plan.pools:
         units = [unit for unit in problem.units if plan.units[unit.name].pool == pool.name]
         options = {}
         for unit in units:
             grid, generate_tp = plan.units[unit.name].grid, plan.units[unit.name].generate_tp
             options[unit.name] = costs.option(unit, pool.machine_type, pool.devices, grid, generate_tp)
-        if plan.fused and plan.units[plan.fused[0]].pool == pool.name:
-            pair = [unit for name in plan.fused for unit in units if unit.name == name]
+        if fused and plan.units[fused[0]].pool == pool.name:
+            pair = [unit for name in fused for unit in units if unit.name == name]
             options = dict(costs.fused(pool.machine_type, options, pair))
         room = costs.room_bytes(pool.machine_type, options)
         if room < 0:
@@ -368,10 +370,11 @@ def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.freshness != problem.freshness:
         why = f"the problem's is {problem.freshness}; problem.of_plan(plan) returns the matching problem"
         yield f"the plan's freshness is {plan.freshness}", why
-    if plan.fused and not any({*plan.fused} == {one.name, two.name} for one, two in problem.fusable):
+    fused = fused_of(plan)
+    if fused and not any({*fused} == {one.name, two.name} for one, two in problem.fusable):
         pairs = " or ".join(f"{one.name} and {two.name}" for one, two in problem.fusable)
         why = "both must update once, and neither update may need the other's result"
-        yield f"fused is {list(plan.fused)}", f"{why}; {problem.graph.name} can fuse {pairs or 'nothing'}"
+        yield f"fused is {list(fused)}", f"{why}; {problem.graph.name} can fuse {pairs or 'nothing'}"
     fleets = {fleet.name: fleet for fleet in problem.hardware.fleets}
     for name in dict.fromkeys(pool.machine_type for pool in plan.pools):
         if name not in fleets:

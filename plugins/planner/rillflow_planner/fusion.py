@@ -15,7 +15,8 @@ from itertools import product
 
 from rillflow.errors import PlanError
 from rillflow.placement.grid import Grid
-from rillflow.placement.plan import SAMPLER, Plan, PlannedUnit, unaligned
+from rillflow.placement.plan import SAMPLER, Plan, PlannedUnit
+from rillflow_parts.fusion.alignment import FUSED, unaligned
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.fused import ROUNDS
 from rillflow_planner.cost_model.options import Option
@@ -137,4 +138,5 @@ def _candidates(
             name: PlannedUnit(pool=pool.name, grid=option.grid, generate_tp=option.generate_tp)
             for name, option in options.items()
         }
-        yield spent, replace(base, units={**base.units, **placed}, fused=tuple(unit.name for unit in pair))
+        settings = {**base.settings, FUSED: [unit.name for unit in pair]}
+        yield spent, replace(base, units={**base.units, **placed}, settings=settings)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rillflow.config.toml_text import inline_text
 from rillflow.placement.plan import GATHERED, Plan
 from rillflow.runs.formatting import columns, number, seconds, size
+from rillflow_parts.fusion.alignment import fused_of
 from rillflow_parts.report.html import Html, el, page, section
 from rillflow_parts.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
 from rillflow_planner.hardware import Gain
@@ -104,7 +105,7 @@ def decision_lines(found: Decision) -> list[str]:
         "",
         *columns(_pool_rows(best.plan, found.simulated[0])),
         "",
-        f"throughput by cluster size{', without fusion' * bool(best.plan.fused)}",
+        f"throughput by cluster size{', without fusion' * bool(fused_of(best.plan))}",
         *columns(_size_rows(found)),
         "",
         *(f"assumed: {sentence}" for sentence in statement.assumptions),
@@ -251,7 +252,8 @@ def pools_text(plan: Plan) -> str:
     pools = (
         " ".join(name for name, unit in plan.units.items() if unit.pool == pool.name) for pool in plan.pools
     )
-    return " | ".join(pools) + (f", {' and '.join(plan.fused)} fused" if plan.fused else "")
+    fused = fused_of(plan)
+    return " | ".join(pools) + (f", {' and '.join(fused)} fused" if fused else "")
 
 
 def ranged(statement: Statement, spent: float, *, is_stage: bool = False) -> str:
@@ -281,7 +283,7 @@ def _head(found: Decision) -> Iterator[str]:
     larger = next((one for one in found.ranking.sizes if one.devices > hardware.devices), None)
     if larger is not None and larger.best is not None and larger.gain is not None:
         more = "" if how else f"{ranged(statement, larger.best.evaluation.step_s)} a step, "
-        how = ", both without fusion" if best.plan.fused else how and ", both computed without simulation"
+        how = ", both without fusion" if fused_of(best.plan) else how and ", both computed without simulation"
         yield f"on {larger.devices} devices: {more}{larger.gain:+.0%} rows per second{how}"
         yield from _gain_error(found, "twice the devices", "doubled")
     yield from _ahead(found)
@@ -337,7 +339,7 @@ def _fusion(found: Decision) -> Iterator[str]:
         yield f"fusion is not possible here: best plan {plain}, because {fusion.why}"
         return
     plan, least = fusion.best.plan, "at least " if fusion.is_bound else ""
-    grids = "; ".join(f"{name} {plan.units[name].grid}" for name in plan.fused)
+    grids = "; ".join(f"{name} {plan.units[name].grid}" for name in fused_of(plan))
     best = f"{least}{ranged(statement, fusion.best.evaluation.step_s)} ({grids})"
     if fusion.why:
         yield f"fusion does not pay here: best fused plan {best}, best plan {plain}, because {fusion.why}"

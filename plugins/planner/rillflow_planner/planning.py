@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rillflow.cli.commands import load
 from rillflow.errors import PlanError
-from rillflow.placement.plan import Plan, open_plan, plan_text, require_possible
+from rillflow.placement.plan import Plan, plan_text, require_possible
+from rillflow_parts.fusion.alignment import require_fusable
 from rillflow_planner import plan_report, request
 from rillflow_planner.calibration import calibrate as fit
 from rillflow_planner.cost_model.costs import CostModel
@@ -185,9 +186,11 @@ def _simulated(problem: Problem, plan: Plan, steps: int = 0, **how: Any) -> Simu
 
 def simulate(arguments: Namespace) -> CommandOutput:
     """``rillflow simulate``: simulate a plan, event by event."""
+    from rillflow.app.planned import open_plan
     from rillflow_planner.recipe_problem import open_cluster, state_problem
 
     plan, steps, seed = open_plan(arguments.plan), arguments.steps, arguments.seed
+    require_fusable(plan, str(arguments.plan))
     prompts, samples = arguments.oversample or (plan.oversample_prompts, plan.oversample_samples)
     freshness = plan.freshness if arguments.freshness is None else arguments.freshness
     plan = replace(plan, freshness=freshness, oversample_prompts=prompts, oversample_samples=samples)

@@ -22,6 +22,7 @@ import numpy as np
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan
 from rillflow.runs.formatting import seconds
+from rillflow_parts.fusion.alignment import fused_of
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.evaluate import StepEvaluation, evaluate, stages_by_name
 from rillflow_planner.problem import Problem
@@ -252,6 +253,6 @@ def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking,
             why = f"{seconds(shown)} a step when simulated"
             others[place] = replace(others[place], cause=Cause.SIMULATED, why=why)
     fusion = ranking.fusion
-    if fusion and not fusion.why and not first.plan.fused:
+    if fusion and not fusion.why and not fused_of(first.plan):
         fusion = replace(fusion, why="its simulated step is longer")
     return replace(ranking, best=(first, *others), fusion=fusion), order

@@ -30,6 +30,8 @@ from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan, PlannedUnit
 from rillflow.runs.run_data import load
 from rillflow.workers.config import SAMPLER
+from rillflow_parts.fusion.alignment import FUSED
+from rillflow_parts.fusion.config import fused_roles
 from rillflow_parts.report.predicted import stage_medians, steps_s
 from rillflow_planner.calibration import Observation
 from rillflow_planner.cost_model.costs import CostModel
@@ -150,8 +152,9 @@ def plan_of(loaded: Resolved, graph: Graph, fleet: Fleet) -> Plan:
         fleet.pool(pool, placement.pools[pool])
         for pool in dict.fromkeys(unit.pool for unit in units.values())
     )
-    fused = placement.fused if units.keys() >= {*placement.fused} else ()
-    return Plan(name=graph.name, pools=pools, units=units, fused=fused)
+    fused = fused_roles(loaded.recipe)
+    settings = {FUSED: [*fused]} if fused and units.keys() >= {*fused} else {}
+    return Plan(name=graph.name, pools=pools, units=units, settings=settings)
 
 
 def shapes_of(loaded: Resolved, graph: Graph) -> Mapping[str, ModelShape]:
@@ -220,9 +223,9 @@ def observe(
     data = load(run)
     loaded = recipe_of(data, algorithms)
     recipe = loaded.recipe
-    if recipe.placement.fused:
+    if fused_roles(recipe):
         raise PlanError(
-            f"{run} fused the updates of {' and '.join(recipe.placement.fused)}",
+            f"{run} fused the updates of {' and '.join(fused_roles(recipe))}",
             why="their stages overlap, so neither has seconds of its own to fit factors to",
             fix="calibrate from a run without placement.fused",
         )

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.app.planned import is_placed_by
+from rillflow.app.planned import is_placed_by, open_plan
 from rillflow.app.recipe import load_recipe
 from rillflow.cli.main import main
-from rillflow.placement.plan import open_plan
+from rillflow_parts.fusion.alignment import fused_of
 
 ROOT = Path(__file__).parents[3]
 RECIPE = """
@@ -461,7 +461,7 @@ def test_fusion_is_shown_beside_the_best_plan_without(here: Path, capsys: pytest
     assert re.search(r"policy dp 1 x pp 8 x tp 8.*best without: .+ s, gain \d+\.\d%$", line)
     assert any("policy and critic fused" in line for line in pays)
     assert 'fused = ["policy", "critic"]' in pays
-    assert open_plan(here / "plan.toml").fused == ("policy", "critic")
+    assert fused_of(open_plan(here / "plan.toml")) == ("policy", "critic")
     slower = said(capsys, *FUSING).splitlines()
     (line,) = [line for line in slower[:8] if line.startswith("fusion does not pay here: best fused plan ")]
     assert "best plan " in line and "because " in line

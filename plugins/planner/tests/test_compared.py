@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.app.planned import open_plan
 from rillflow.cli.main import main
-from rillflow.placement.plan import open_plan
 from rillflow.runs import layout
 from tests.flows.conftest import written
 

@@ -7,18 +7,17 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from plugins.planner.tests.toys import question
 from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge
-from rillflow.placement.fused.check import check
-from rillflow.placement.fused.problem import lower_bound
-from rillflow.placement.fused.solve import quick_schedule
 from rillflow.placement.grid import Grid
-from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit, read_plan
+from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit
+from rillflow_parts.fusion.alignment import FUSED, fused_of
+from rillflow_parts.fusion.scheduling.problem import lower_bound
+from rillflow_parts.fusion.scheduling.solve import quick_schedule
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.fused import PASSES, scheduled
 from rillflow_planner.evaluate import StepEvaluation, evaluate
@@ -27,8 +26,9 @@ from rillflow_planner.hardware import shipped_stacks
 from rillflow_planner.problem import Problem
 from rillflow_planner.ranking import PAYS, Ranking, SearchObjective
 from rillflow_planner.search import search
+from tests.parts.fusion.scheduling.check import check
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "streaming"))
 from as_run import GivenCosts
 
 MODEL = Path(__file__).parents[3] / "examples/planning/qwen2.5-7b/config.json"
@@ -66,7 +66,7 @@ def placed(policy: Grid, critic: Grid, fused: tuple[str, ...] = PAIR) -> Plan:
         for name, grid in grids.items()
     }
     pool = PlannedPool(name="all", machine_type=problem_of().hardware.fleets[0].name, devices=64)
-    return Plan(name="ppo", pools=(pool,), units=units, fused=fused)
+    return Plan(name="ppo", pools=(pool,), units=units, settings={FUSED: [*fused]} if fused else {})
 
 
 def updates_s(problem: Problem, found: StepEvaluation) -> float:
@@ -79,7 +79,7 @@ LONG, SHORT = Grid(dp=2, pp=8, tp=4), Grid(dp=4, pp=4, tp=4)
 @pytest.mark.parametrize("critic", [LONG, SHORT])
 def test_fused_updates_take_less_than_in_turn_and_not_less_than_their_bound(critic: Grid) -> None:
     problem, plan = problem_of(), placed(LONG, critic)
-    apart = evaluate(problem, CostModel(problem), replace(plan, fused=()))
+    apart = evaluate(problem, CostModel(problem), replace(plan, settings={}))
     fused = evaluate(problem, CostModel(problem), plan)
     bound = evaluate(problem, CostModel(problem, 0), plan)
     least_s, fused_s, apart_s = (updates_s(problem, one) for one in (bound, fused, apart))
@@ -91,7 +91,7 @@ def test_fused_updates_take_less_than_in_turn_and_not_less_than_their_bound(crit
 def test_the_price_is_that_of_a_schedule_which_passes_the_check() -> None:
     problem, plan = problem_of(), placed(LONG, SHORT)
     costs = CostModel(problem)
-    seats = evaluate(problem, costs, replace(plan, fused=())).units
+    seats = evaluate(problem, costs, replace(plan, settings={})).units
     options = {name: seat.option for name, seat in seats.items()}
     pair = [seats[name].unit for name in PAIR]
     parts, whole = costs.fused_stage(plan.pools[0].machine_type, options, pair)
@@ -106,7 +106,7 @@ def test_the_price_is_that_of_a_schedule_which_passes_the_check() -> None:
 def test_long_pipelines_are_scheduled_with_fewer_micro_batches() -> None:
     problem, plan = problem_of(), placed(LONG, LONG)
     costs = CostModel(problem)
-    seats = evaluate(problem, costs, replace(plan, fused=())).units
+    seats = evaluate(problem, costs, replace(plan, settings={})).units
     options = {name: seat.option for name, seat in seats.items()}
     _, short = costs.fused_stage("h100", options, [seats[name].unit for name in PAIR])
     more = [replace(one, micro_batches=96) for one in short.pipelines]
@@ -121,11 +121,11 @@ def test_a_fused_plan_leads_where_it_pays() -> None:
     ranking, problem = ranking_of(), problem_of()
     fusion, best = ranking.fusion, ranking.best[0]
     assert fusion is not None and fusion.best is best and not fusion.is_bound and not fusion.why
-    assert set(best.plan.fused) == set(PAIR)
+    assert set(fused_of(best.plan)) == set(PAIR)
     assert fusion.gain >= PAYS and fusion.plain.value == ranking.best[1].value
     assert all(one.why for one in ranking.best[1:])
     assert evaluate(problem, CostModel(problem), best.plan).step_s == best.evaluation.step_s
-    assert not any(one.plan.fused for one in ranking.best[1:])
+    assert not any(fused_of(one.plan) for one in ranking.best[1:])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_no_fused_plan_leads_where_it_does_not_pay(between: str, minibatches: in
     assert told in ranking.fusion.why
     assert ranking.fusion.gain < PAYS
     assert ranking.fusion.plain is ranking.best[0]
-    assert not any(one.plan.fused for one in ranking.best)
+    assert not any(fused_of(one.plan) for one in ranking.best)
 
 
 def test_safe_rlhf_has_three_pairs_and_a_step_with_one_model_none() -> None:
@@ -186,47 +186,10 @@ def test_an_update_without_seconds_is_refused() -> None:
 
 def test_memory_below_one_micro_batch_is_refused() -> None:
     problem, plan = problem_of(), placed(LONG, SHORT)
-    whole = evaluate(problem, CostModel(problem), replace(plan, fused=()))
+    whole = evaluate(problem, CostModel(problem), replace(plan, settings={}))
     (fleet,) = problem.hardware.fleets
     held = whole.pools[0].resident_bytes / problem.hardware.factors.memory
     device = replace(fleet.device, memory_bytes=math.ceil(held) + 1)
     small = replace(problem, hardware=replace(problem.hardware, fleets=(replace(fleet, device=device),)))
     with pytest.raises(PlanError, match="below one micro-batch"):
         evaluate(small, CostModel(small), plan)
-
-
-POOLS = {"all": {"machine_type": "h100", "devices": 64}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"fused": ["policy"]}, "two different roles"),
-        ({"fused": ["policy", "policy"]}, "two different roles"),
-        ({"fused": ["policy", "critc"]}, "did you mean 'critic'"),
-        ({"fused": "policy"}, "a list of two roles"),
-        ({"fused": ["policy", 3]}, "text in quotes"),
-        ({"critic": {"pool": "more", "dp": 64}}, "on pool all and critic on more"),
-        ({"critic": {"pool": "all", "dp": 8, "pp": 4, "tp": 2}}, "both need one tp"),
-        (
-            {"policy": {"pool": "all", "pp": 16, "tp": 4}, "critic": {"pool": "all", "pp": 32, "tp": 2}},
-            "both need one tp",
-        ),
-        (
-            {"policy": {"pool": "all", "dp": 64}, "critic": {"pool": "all", "fsdp": 64}},
-            "no idle time to fill",
-        ),
-        ({"critic": {"pool": "all", "fsdp": 4, "pp": 4, "tp": 4}}, "waits for other replicas"),
-    ],
-)
-def test_a_plan_file_with_an_impossible_fused_stage_is_refused(changes: dict[str, Any], said: str) -> None:
-    units = {
-        "policy": {"pool": "all", "dp": 2, "pp": 8, "tp": 4},
-        "critic": {"pool": "all", "dp": 2, "pp": 8, "tp": 4},
-    }
-    units |= {name: changes[name] for name in PAIR if name in changes}
-    pools = POOLS | ({"more": POOLS["all"]} if units["critic"]["pool"] == "more" else {})
-    data = {"name": "ppo", "fused": changes.get("fused", list(PAIR)), "pools": pools, "units": units}
-    with pytest.raises(PlanError, match=said) as caught:
-        read_plan(data, "plan.toml")
-    assert "plan.toml" in caught.value.what and caught.value.why

@@ -12,6 +12,7 @@ from rillflow.config.toml_text import inline_text, toml_text
 from rillflow.errors import ConfigError, PlanError
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit, plan_text, read_plan
+from rillflow_parts.fusion.alignment import require_fusable
 
 NAMES = st.text(min_size=1, max_size=8)
 SECONDS = st.floats(0, 1e9, allow_nan=False)
@@ -57,7 +58,7 @@ def plans(draw: st.DrawFn) -> Plan:
         streams=draw(st.integers(0, 4)) if freshness else 0,
         oversample_prompts=draw(st.floats(1, 4)),
         oversample_samples=draw(st.floats(1, 4)),
-        fused=_fused(units, draw(st.booleans())),
+        settings=_fused(units, draw(st.booleans())),
         gather_rows=(rows := draw(st.integers(0, 9))),
         gather_replicas=draw(st.integers(0, 9)) if rows else 0,
         gather_by=draw(st.sampled_from(["cache", "tokens"])) if rows else "cache",
@@ -66,19 +67,20 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-def _fused(units: dict[str, PlannedUnit], is_wanted: bool) -> tuple[str, ...]:
+def _fused(units: dict[str, PlannedUnit], is_wanted: bool) -> dict[str, list[str]]:
     """Return a pair of fused roles; a second role is added beside the first unit with a pipeline."""
     for name, unit in units.items():
         if is_wanted and name != "sampler" and unit.grid.pp > 1 and not unit.grid.is_sharded:
             units[f"{name}, critic"] = unit
-            return f"{name}, critic", name
-    return ()
+            return {"fused": [f"{name}, critic", name]}
+    return {}
 
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
 def test_a_plan_is_read_back_as_it_was_written(plan: Plan) -> None:
-    again = read_plan(tomllib.loads(plan_text(plan)), "plan.toml")
+    again = read_plan(tomllib.loads(plan_text(plan)), "plan.toml", ["fused"])
+    require_fusable(again)
     assert again == plan
     assert list(again.units) == list(plan.units)
     assert plan_text(again) == plan_text(plan)

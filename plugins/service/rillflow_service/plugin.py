@@ -12,11 +12,12 @@ from rillflow.app.plugins import EngineSource, Plugin
 from rillflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rillflow.app.sections import Recipe
+    from rillflow.app.resolved import Resolved
 
 
-def needs(recipe: Recipe) -> Iterator[ConfigError]:
+def needs(resolved: Resolved) -> Iterator[ConfigError]:
     """Yield contradictions between the engine and other settings."""
+    recipe = resolved.recipe
     if recipe.rollout.engine == "service" and recipe.schedule.mode == "gathering":
         yield ConfigError(
             'schedule.mode is "gathering", and rollout.engine is "service"',

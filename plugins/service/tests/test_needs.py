@@ -22,7 +22,7 @@ GATHERING = 'schedule={ mode = "gathering", gather_rows = 4 }'
 
 
 def test_rows_of_programs_cannot_gather() -> None:
-    assert list(needs(load_recipe(RECIPE, [GATHERING]).recipe)) == []
+    assert list(needs(load_recipe(RECIPE, [GATHERING]))) == []
     with pytest.raises(ConfigError, match=r'schedule\.mode is "gathering", and rollout\.engine is "service"'):
         load_recipe(RECIPE, [GATHERING, "rollout.engine=service"])
 

@@ -168,6 +168,66 @@ def test_an_unknown_engine_is_told_with_the_nearest_name(install: Install, tmp_p
     assert "which is no engine" in problem and "did you mean 'mine'" in problem
 
 
+SPARE = """
+from pydantic import Field
+from rillflow.app.plugins import Plugin
+from rillflow.workers.config import PlacementConfig
+
+class NAMEPlacement(PlacementConfig):
+    NAME: int = Field(0, ge=0, description="Ranks that wait.")
+
+    def pool_of(self, role):
+        return super().pool_of(role) if not self.NAME else "main"
+
+def calls(resolved, trained, say):
+    from rillflow.controller.step_executor import StepCalls
+    from rillflow.records.metrics import Mean
+
+    class NAMECalls(StepCalls):
+        def call(self, group, endpoint, args, options):
+            say(f"NAME {group.role}.{endpoint} of {', '.join(trained)}")
+            return super().call(group, endpoint, args, options)
+
+        def metrics(self, passes):
+            return {"NAME/passes/mean": Mean(total=len(passes), count=1)}
+
+    return NAMECalls() if resolved.recipe.placement.NAME else None
+
+PLUGIN = Plugin(settings={"placement.NAME": "plugin_of_test_NAME:NAMEPlacement"}, calls=calls)
+"""
+
+
+def test_plugins_add_settings_to_a_section_of_the_core(install: Install, tmp_path: Path) -> None:
+    path = run(loaded(tmp_path, "algorithm.steps=1"))
+    for name in ("spare", "idle"):
+        install(name, SPARE.replace("NAME", name))
+    recipe = loaded(tmp_path, "placement.spare=2").recipe
+    assert recipe.placement.model_dump(include={"spare", "idle", "pools"}) == {
+        "spare": 2,
+        "idle": 0,
+        "pools": {"main": 1},
+    }
+    with pytest.raises(ConfigError, match=r"placement\.spare is -1"):
+        loaded(tmp_path, "placement.spare=-1")
+    again = run(loaded(tmp_path))
+    assert again == path and "spare" not in read_json(path / "config.json")["placement"]  # type: ignore[index,call-overload,operator]
+
+
+def test_a_plugin_submits_the_calls_of_a_step(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("spare", "idle"):
+        install(name, SPARE.replace("NAME", name))
+    recipe = loaded(tmp_path, "placement.spare=2", "algorithm.steps=1")
+    launch(recipe)
+    assert "spare policy.update of policy" in capsys.readouterr().out
+    (line,) = (recipe.directory / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["metrics"]["spare/passes/mean"]["mean"] == 0
+    both = loaded(tmp_path, "placement.spare=2", "placement.idle=2")
+    with pytest.raises(ConfigError, match=r"(spare|idle)Calls and \w+Calls both submit"):
+        launch(both, quiet=True)
+
+
 RAISING = """
 from rillflow.app.plugins import Plugin
 
@@ -247,6 +307,7 @@ def test_a_section_of_a_plugin_that_is_not_installed_names_the_line_that_install
         for setting, line in (
             ("rollout.service.port=1", install_plugin("service")),
             ("run.trackers.wandb={}", install_package()),
+            ("placement.fused=[]", install_package()),
         ):
             with pytest.raises(ConfigError, match="is not installed") as caught:
                 loaded(tmp_path, setting)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.app import planned
-from rillflow.app.planned import is_placed_by, keep_plan, require_for, settings_of
+from rillflow.app.planned import is_placed_by, keep_plan, open_plan, require_for, settings_of
 from rillflow.app.recipe import load_recipe
 from rillflow.app.resolved import Resolved
 from rillflow.config.load import parse_override
 from rillflow.errors import ConfigError, PlanError
 from rillflow.placement.grid import Grid
-from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit, open_plan, plan_text
+from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit, plan_text
 from rillflow.runs import layout
 from rillflow.workers.config import MeshSizes, PlacementConfig
 
@@ -181,19 +181,19 @@ def test_experts_are_shared_out_over_ranks_of_dp(recipe: Path) -> None:
     assert placement.mesh_of("policy") == MeshSizes(dp=4, ep=2) and is_placed_by(plan, placement)
 
 
-def test_fused_updates_and_gathered_rows_become_settings() -> None:
-    plan = plan_of(("main",) * 3, (Grid(pp=4),) * 3, fused=("policy", "critic"))
+def test_gathered_rows_and_settings_of_plugins_become_settings() -> None:
+    plan = plan_of(("main",) * 3, (Grid(pp=4),) * 3, settings={"spare": ["policy", "critic"]})
     plan = replace(plan, gather_rows=40, gather_replicas=2, gather_by="tokens")
     said = settings_of(plan, [])
     assert said[:2] == ['schedule.mode="gathering"', "schedule.gather_rows=40"]
     assert said[2:4] == ["schedule.gather_replicas=2", 'schedule.gather_by="tokens"']
-    assert said[-1] == 'placement.fused=["policy", "critic"]'
+    assert said[-1] == 'placement.spare=["policy", "critic"]'
     assert parse_override(said[-1]).value == ["policy", "critic"]
     for text in ("placement.fused=[]", "schedule.gather_rows=0"):
         with pytest.raises(ConfigError, match="cannot be combined with --plan"):
             settings_of(plan, [text])
     plain = plan_of(("main",) * 3, (Grid(pp=4),) * 3)
-    assert not any("fused" in text or "gather" in text for text in settings_of(plain, []))
+    assert not any("spare" in text or "gather" in text for text in settings_of(plain, []))
 
 
 def test_a_plan_begins_more_than_it_trains(recipe: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.controller.pipeline_passes import fused_metrics, passes_record, unfused_note
+from rillflow.controller.pipeline_passes import passes_record
 from rillflow.runs import layout
 from rillflow.runs.passes import ALONE, PassesRecord, alone_bubble, read_passes, windows
 from rillflow.runs.run_directory import RunDirectory
@@ -74,7 +74,6 @@ def test_a_pipeline_alone_has_the_bubble_of_its_schedule() -> None:
     assert window.bubble == pytest.approx(1 / 3) and window.predicted == pytest.approx(1 / 3, abs=1e-6)
     assert window.gain == ALONE and window.in_turn_s == pytest.approx(9)
     assert alone_bubble(None) == 0
-    assert fused_metrics([alone("policy")]) == {} and not unfused_note([alone("policy")])
 
 
 def test_fused_passes_are_one_window_and_their_gain_is_measured() -> None:
@@ -83,18 +82,11 @@ def test_fused_passes_are_one_window_and_their_gain_is_measured() -> None:
     assert window.stages == ("critic.update", "policy.update")
     assert window.bubble == pytest.approx(0) and window.predicted == 0.05
     assert window.in_turn_s == pytest.approx(2 * 9) and window.measured_gain == pytest.approx(1 - 12 / 18)
-    found = fused_metrics(records)
-    assert found["fused/gain/mean"].value == pytest.approx(0.4)
-    assert found["fused/measured_gain/mean"].value == pytest.approx(1 / 3)
-    assert not unfused_note(records)
 
 
-def test_updates_in_turn_despite_the_setting_are_told() -> None:
+def test_passes_in_turn_have_a_window_each() -> None:
     records = [alone("critic", 0.0, 0.012), alone("policy", 20.0, 0.012)]
     assert [window.stages for window in windows(records)] == [("critic.update",), ("policy.update",)]
-    assert list(fused_metrics(records)) == ["fused/gain/mean"]
-    note = unfused_note(records)
-    assert note.startswith("critic.update and policy.update run one after the other") and "1.2%" in note
 
 
 def test_a_stage_without_pipeline_has_no_record() -> None:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge, Stage
-from rillflow.placement.fused.problem import FusedProblem
 from rillflow.placement.grid import Grid, Numbers
 from rillflow.placement.plan import SAMPLER
+from rillflow_parts.fusion.scheduling.problem import FusedProblem
 from rillflow_planner.cost_model import fused, generation, memory, transfers
 from rillflow_planner.cost_model.compute import Setting, score_s, train_s
 from rillflow_planner.cost_model.generation import Decoder

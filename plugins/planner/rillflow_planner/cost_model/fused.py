@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rillflow.placement.fused.problem import FusedProblem, Pipeline, lower_bound
-from rillflow.placement.fused.solve import quick_schedule
 from rillflow.placement.grid import Grid
+from rillflow.placement.pipeline import Pipeline
+from rillflow_parts.fusion.scheduling.problem import FusedProblem, lower_bound
+from rillflow_parts.fusion.scheduling.solve import quick_schedule
 from rillflow_planner.cost_model import compute, memory
 from rillflow_planner.cost_model.compute import RECOMPUTED, TRAINING, Setting
 

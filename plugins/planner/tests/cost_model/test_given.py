@@ -18,7 +18,7 @@ from rillflow_planner.problem import Problem
 from rillflow_planner.simulator.simulate import simulate
 from rillflow_planner.workload import Lengths, Workload
 
-sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks" / "streaming"))
 from as_run import GivenCosts
 
 ROWS = tuple(range(1, 33))

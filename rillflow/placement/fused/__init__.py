@@ -1,6 +1,0 @@
-"""Fused stages: two pipelines on the same devices, each one in the other's idle time.
-
-two pipelines ── problem ─> lower bound ─┐
-                    │                    ├─> solve ─> FusedSchedule, front ─> check
-list_schedule ──────┴── orders (moves) ──┘
-"""
