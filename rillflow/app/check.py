@@ -14,7 +14,8 @@ from rillflow.app.check_report import Report
 from rillflow.app.encoding import data_uses
 from rillflow.app.engine_sources import unread_by_engine
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.preflight_checks import look, look_at_peaks, look_at_run
+from rillflow.app.plugin_recipe import PluginRecipe
+from rillflow.app.preflight_checks import look, look_at_peaks, look_at_run, look_with_plugins
 from rillflow.app.resolved import Resolved
 from rillflow.app.resume import drawn_from, with_choices_of_run
 from rillflow.app.role_table import ROLES
@@ -55,6 +56,17 @@ def check(
     if memory:
         report.attempt(look_at_peaks, facts)
     report.say("settings", setting_lines(resolved, every=every_setting))
+    return report
+
+
+def check_plugin_recipe(
+    recipe: PluginRecipe, *, every_setting: bool = False, runs_code: bool = True
+) -> Report:
+    """Check a recipe of a plugin's kind and return a report; see ``check``."""
+    report = Report()
+    recipe.look(report, runs_code=runs_code)
+    look_with_plugins(recipe, report)
+    report.say("settings", recipe.setting_lines(every=every_setting))
     return report
 
 

@@ -18,6 +18,7 @@ from rillflow.algorithms.algorithm import Algorithm
 from rillflow.app.any_recipe import leaves
 from rillflow.app.facts import Given
 from rillflow.app.launch import launch
+from rillflow.app.plugin_run import run_plugin_recipe
 from rillflow.app.plugins import KIND
 from rillflow.app.recipe import RecipeSource, load_recipe, open_recipe
 from rillflow.app.resolved import Resolved
@@ -105,7 +106,7 @@ def train(
             if isinstance(opened, Resolved):
                 launch(opened, given=Given(rows=rows, reward=functions), **how)
             else:
-                opened.run(**how)
+                run_plugin_recipe(opened, **how)
     except Interrupted:
         if not run.is_stopped:
             raise

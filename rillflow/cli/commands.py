@@ -42,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not isinstance(loaded, Resolved):
         _refuse({"--plan": arguments.plan, "--cluster": arguments.cluster})
-        loaded.run(**how)
+        from rillflow.app.plugin_run import run_plugin_recipe
+
+        run_plugin_recipe(loaded, **how)
         return DONE
     if plan is not None:
         require_for(plan, loaded)
@@ -62,16 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
 def check(arguments: argparse.Namespace) -> int:
     """``rillflow check``: report everything about a recipe that can be known before it runs."""
     loaded = opened(arguments)
+    from rillflow.app.check import check as examine_recipe
+    from rillflow.app.check import check_plugin_recipe
     from rillflow.app.resolved import Resolved
 
     how = {"every_setting": arguments.all, "runs_code": not arguments.no_code}
     if isinstance(loaded, Resolved):
-        from rillflow.app.check import check as examine_recipe
-
         report = examine_recipe(loaded, memory=arguments.memory, **how)
     else:
         _refuse({"--memory": arguments.memory})
-        report = loaded.check(**how)
+        report = check_plugin_recipe(loaded, **how)
     _show_report(report)
     if report.problems:
         from rillflow.config.problems import together

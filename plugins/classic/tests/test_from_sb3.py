@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from rillflow.app.check import check_plugin_recipe
 from rillflow.app.recipe import open_recipe
 from rillflow.config.schema import walk
 from rillflow_classic.algorithms.registry import ALGORITHMS, algorithm_of
@@ -39,7 +40,7 @@ def test_the_recipe_of_the_page_makes_the_steps_that_it_says() -> None:
     found = re.search(r"```toml\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert found is not None
     loaded = open_recipe(tomllib.loads(found[1]))
-    assert isinstance(loaded, LoadedClassicRecipe) and not loaded.check().problems
+    assert isinstance(loaded, LoadedClassicRecipe) and not check_plugin_recipe(loaded).problems
     workers = loaded.recipe.workers
     each = workers.slots * workers.steps
     assert (each * loaded.steps, each // loaded.recipe.algorithm.minibatches) == (30_720, 64)  # type: ignore[attr-defined]

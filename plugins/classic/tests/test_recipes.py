@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.app.check import check_plugin_recipe
 from rillflow.app.recipe import open_recipe
 from rillflow_classic.algorithms.registry import ALGORITHMS, algorithm_of
 from rillflow_classic.environments.minatar_adapter import GAMES
@@ -20,7 +21,7 @@ RECIPES = sorted((ROOT / "recipes/classic").glob("*/run.toml"))
 def test_a_shipped_recipe_can_run_and_is_described(path: Path) -> None:
     loaded = open_recipe(path)
     assert isinstance(loaded, LoadedClassicRecipe)
-    problems = [str(each) for each in loaded.check().problems]
+    problems = [str(each) for each in check_plugin_recipe(loaded).problems]
     if loaded.recipe.environment.id in GAMES and find_spec("minatar") is None:
         assert [each for each in problems if "minatar is not installed" not in each] == []
     else:

@@ -11,8 +11,10 @@ import pytest
 from pydantic import Field
 
 from rillflow.app.any_recipe import DirectoryConfig, origins, with_directory
+from rillflow.app.check import check_plugin_recipe
 from rillflow.app.check_report import Report
 from rillflow.app.plugin_recipe import OpenRun, PluginRecipe
+from rillflow.app.plugin_run import run_plugin_recipe
 from rillflow.config.load import Override, apply_overrides, validate
 from rillflow.config.schema import Section
 from rillflow.controller.interrupt import Interruption, RunStage
@@ -92,23 +94,23 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(tmp_path: Path) -> N
         asked.requested = step == 2
 
     with pytest.raises(Interrupted):
-        recipe.run(quiet=True, told=stop, interruption=asked)
+        run_plugin_recipe(recipe, quiet=True, told=stop, interruption=asked)
     assert sums(recipe.directory) == {1: 6, 2: 7} and not recipe.is_finished
-    recipe.run(quiet=True)
+    run_plugin_recipe(recipe, quiet=True)
     assert sums(recipe.directory) == {1: 6, 2: 7, 3: 8, 4: 9} and recipe.is_finished
     assert (recipe.directory / layout.REPORT).is_file()
-    recipe.run(quiet=True)
+    run_plugin_recipe(recipe, quiet=True)
     longer = loaded(tmp_path, first=5, steps=6)
     assert not longer.is_finished
-    longer.run(quiet=True)
+    run_plugin_recipe(longer, quiet=True)
     assert sums(recipe.directory)[6] == 11
 
 
 def test_a_resumed_run_keeps_what_may_not_change(tmp_path: Path) -> None:
-    loaded(tmp_path, steps=1).run(quiet=True)
+    run_plugin_recipe(loaded(tmp_path, steps=1), quiet=True)
     with pytest.raises(RunDirectoryError, match="first"):
-        loaded(tmp_path, steps=2, first=1).run(quiet=True)
-    loaded(tmp_path, steps=1, first=1).run(quiet=True, fresh=True)
+        run_plugin_recipe(loaded(tmp_path, steps=2, first=1), quiet=True)
+    run_plugin_recipe(loaded(tmp_path, steps=1, first=1), quiet=True, fresh=True)
     assert sums(tmp_path / "run") == {1: 2} and (tmp_path / "run.old-1").is_dir()
 
 
@@ -121,7 +123,7 @@ def test_a_run_whose_ranks_die_starts_again_from_its_checkpoint_and_says_the_cos
         if step == 2 and deaths:  # before its checkpoint
             raise deaths.pop(0)
 
-    loaded(tmp_path, first=5).run(told=die)
+    run_plugin_recipe(loaded(tmp_path, first=5), told=die)
     assert sums(tmp_path / "run") == {1: 6, 2: 7, 3: 8, 4: 9}
     said = capsys.readouterr().out
     assert "a worker has died; all ranks start again from step 1 (restart 1 of 3)" in said
@@ -132,18 +134,18 @@ def test_a_run_whose_ranks_die_starts_again_from_its_checkpoint_and_says_the_cos
 def test_a_problem_stops_the_run_before_it_writes(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, first=-1)
     with pytest.raises(ConfigError, match="first is -1"):
-        recipe.run(quiet=True)
+        run_plugin_recipe(recipe, quiet=True)
     assert not recipe.directory.exists()
 
 
 def test_a_check_shows_settings_and_their_origins(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, steps=3)
-    report = recipe.check()
+    report = check_plugin_recipe(recipe)
     assert report.topics["count"] == ["to 3"] and not report.problems
     assert "steps = 3  (--set)" in report.topics["settings"]
     assert 'kind = "counting"  (count.toml)' in report.topics["settings"]
     assert report.topics["settings"][-1] == "and 6 more have their defaults; --all shows them"
-    every = recipe.check(every_setting=True).topics["settings"]
+    every = check_plugin_recipe(recipe, every_setting=True).topics["settings"]
     assert "first = 0  (default)" in every and "run.keep_checkpoints = 2  (default)" in every
 
 
