@@ -21,7 +21,7 @@ from rillflow.controller.schedules.in_order import InOrder
 from rillflow.errors import ConfigError, PlanError, nearest
 from rillflow.placement.plan import GATHERED, SAMPLER, Plan, plan_text, read_plan
 from rillflow.runs import layout
-from rillflow.runs.evidence import Evidence
+from rillflow.runs.integrity import Evidence
 from rillflow.workers.config import PlacementConfig
 
 _OVERSAMPLED = ("oversample_prompts", "oversample_samples")

@@ -22,7 +22,7 @@ from rillflow.config.problems import together
 from rillflow.config.schema import Data, Section, subsections
 from rillflow.errors import ConfigError
 from rillflow.runs import layout
-from rillflow.runs.evidence import read_recovered
+from rillflow.runs.integrity import read_recovered
 
 S = TypeVar("S", bound=Section)
 SHARED = "run"

@@ -26,7 +26,7 @@ from rillflow.controller.checkpoint import Checkpoint
 from rillflow.errors import DataError, RunDirectoryError
 from rillflow.runs import layout
 from rillflow.runs.changes import Change
-from rillflow.runs.evidence import Evidence, read_recovered
+from rillflow.runs.integrity import Evidence, read_recovered
 from rillflow.runs.json_lines import JSON, encode, read_json
 from rillflow.runs.layout import kept_steps
 from rillflow.runs.old_settings import present

@@ -51,9 +51,9 @@ from rillflow.errors import RillflowError, RolloutError, RunDirectoryError
 from rillflow.graph.handle import Options
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum
+from rillflow.workers.arguments import Facts, shares
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending, joined, wait_for, wait_for_any
-from rillflow.workers.values import Facts, shares
 
 LOOK_S = 0.05
 """Seconds between two looks at a replica that is being replaced."""

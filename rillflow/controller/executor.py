@@ -27,12 +27,12 @@ from rillflow.graph.trace import ROW_FIELDS
 from rillflow.records.batch import Batch, Field, concatenate, load_batch, save_batch
 from rillflow.runs.durable import write_error
 from rillflow.workers import program
+from rillflow.workers.arguments import GROUPS, Lie, Own, RemoteValue, Rows, Whole, group_shares, groups_of
 from rillflow.workers.backend import Backend, Place
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.endpoint import Endpoint, Measure
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending, Submission, pack_options, stages_of, submitted, wait_for
-from rillflow.workers.values import GROUPS, Lie, Own, RemoteValue, Rows, Whole, group_shares, groups_of
 
 if TYPE_CHECKING:
     from rillflow.roles.sampler import GroupId

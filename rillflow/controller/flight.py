@@ -33,11 +33,11 @@ from rillflow.controller.streamed_stages import StageWorker
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.records.batch import Batch
 from rillflow.roles.sampler import GroupId
+from rillflow.workers.arguments import Facts, Lie, shares
 from rillflow.workers.backend import RankDied
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending
 from rillflow.workers.restarts import Recovery, RestartBudget
-from rillflow.workers.values import Facts, Lie, shares
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

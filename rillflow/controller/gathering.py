@@ -41,9 +41,9 @@ from rillflow.controller.weight_sync import WeightSync
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum, merge_metrics
 from rillflow.roles.sampler import GroupId, Released
+from rillflow.workers.arguments import Facts, shares
 from rillflow.workers.backend import Place
 from rillflow.workers.pending import Pending, joined, wait_for_any
-from rillflow.workers.values import Facts, shares
 
 LOOK_S = 0.05
 """Seconds between two looks at ranks that are being replaced."""

@@ -35,8 +35,8 @@ from rillflow.runs.passes import PassesRecord
 from rillflow.runs.reader import RankSpan, SpanRecord
 from rillflow.runs.run_directory import RunDirectory
 from rillflow.training.skipping import taken_skips
+from rillflow.workers.arguments import Facts
 from rillflow.workers.pending import Pending, wait_for
-from rillflow.workers.values import Facts
 
 
 @dataclass(frozen=True, kw_only=True)

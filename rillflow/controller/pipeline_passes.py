@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rillflow.runs.passes import ALONE, PassesRecord, RankPasses, alone_bubble
-from rillflow.workers.values import RECORDED_RANKS, Facts
+from rillflow.workers.arguments import RECORDED_RANKS, Facts
 
 
 def passes_record(stage: str, step: int, facts: Sequence[Facts], ahead_s: float) -> PassesRecord | None:

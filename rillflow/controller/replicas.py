@@ -24,11 +24,11 @@ from rillflow.controller.source import GroupSampling, add_work, collected_each
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.records.batch import Batch, concatenate
 from rillflow.roles.sampler import Advanced, GroupId, Sampler
+from rillflow.workers.arguments import Facts
 from rillflow.workers.backend import Place, RankDied
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending
 from rillflow.workers.restarts import Recovery
-from rillflow.workers.values import Facts
 
 ADVANCE_S = 0.1
 """Seconds that a call runs rows; new weights and sampled rows wait for about two calls."""

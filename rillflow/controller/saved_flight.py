@@ -24,8 +24,8 @@ from rillflow.controller.decisions import DecisionLog, Decisions, Event, left_at
 from rillflow.controller.executor import GroupExecutor, GroupPart, write_rows
 from rillflow.controller.group_table import GENERATE
 from rillflow.roles.sampler import GroupId
+from rillflow.workers.arguments import Lie
 from rillflow.workers.pending import Pending
-from rillflow.workers.values import Lie
 
 FLIGHT = "flight"
 """Key of the state of the flight, in the position in the data and in a checkpoint's state."""

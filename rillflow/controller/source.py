@@ -32,9 +32,9 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
 from rillflow.roles.sampler import GroupId
 from rillflow.rollout.config import SamplingConfig, answering
+from rillflow.workers.arguments import Facts, shares
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending, Submission, joined
-from rillflow.workers.values import Facts, shares
 
 
 @dataclass(frozen=True, kw_only=True)

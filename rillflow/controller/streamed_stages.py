@@ -33,12 +33,12 @@ from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch
 from rillflow.roles.reward import Reward, Scored
 from rillflow.roles.sampler import GroupId
+from rillflow.workers.arguments import Facts, Lie
 from rillflow.workers.backend import Place
 from rillflow.workers.endpoint import Endpoint
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
 from rillflow.workers.restarts import Recovery, ReplacementStep, RestartBudget
-from rillflow.workers.values import Facts, Lie
 
 WAIT_S = 0.05
 """Longest time, in seconds, that a call of a reward waits for a group to be scored."""

@@ -32,9 +32,9 @@ from rillflow.controller.weight_sync import WeightSync
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Mean, Sum
 from rillflow.roles.sampler import Advanced, GroupId, Sampler
+from rillflow.workers.arguments import Facts, shares
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import joined, wait_for
-from rillflow.workers.values import Facts, shares
 
 PASSES = 32
 """Tokens that each row advances before the controller counts complete groups."""

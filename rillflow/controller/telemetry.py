@@ -25,7 +25,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish
 from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS
 from rillflow.runs.durable import replace
-from rillflow.runs.evidence import digest
+from rillflow.runs.integrity import digest
 from rillflow.runs.layout import rollout_file
 from rillflow.workers.pending import Pending
 

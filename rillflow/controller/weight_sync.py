@@ -26,8 +26,8 @@ from rillflow.errors import ClusterError
 from rillflow.roles.policy import Policy
 from rillflow.roles.publishing import Links, ReceivedWeights, SentWeights
 from rillflow.roles.sampler import Sampler
+from rillflow.workers.arguments import Facts
 from rillflow.workers.pending import Pending, wait_for
-from rillflow.workers.values import Facts
 
 BUCKETS = 2
 """Largest number of buckets in flight at once."""

@@ -6,8 +6,8 @@
 
 The kernel watches the thread that started the child, so a bound child is started by a thread that lives as
 long as the child. What passes between the two is the owner's: ``isolation.frames`` for JSON, ``workers.wire``
-for arrays, ``workers.parcels`` for shared memory, or the packets of a SOCK_SEQPACKET socket. Imports only the
-standard library, so that a child starts quickly.
+for arrays, ``workers.shared_memory``, or the packets of a SOCK_SEQPACKET socket. Imports only the standard
+library, so that a child starts quickly.
 """
 
 from __future__ import annotations

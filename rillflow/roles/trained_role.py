@@ -30,9 +30,9 @@ from rillflow.training.minibatches import minibatches
 from rillflow.training.scorer import Scorer
 from rillflow.training.terms import Loss
 from rillflow.training.trainer import Trainer
+from rillflow.workers.arguments import Pipelined, PipelineRun
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import BROADCAST
-from rillflow.workers.values import Pipelined, PipelineRun
 
 
 @dataclass(frozen=True, kw_only=True)

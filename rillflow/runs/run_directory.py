@@ -25,7 +25,7 @@ from rillflow.errors import RunDirectoryError
 from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Metrics, Min, Sum, Variance
 from rillflow.runs import durable, layout
 from rillflow.runs.changes import Change, allowed_changes
-from rillflow.runs.evidence import RECOVERABLE, Evidence, damage, entries, newest_checkpoint, recover
+from rillflow.runs.integrity import RECOVERABLE, Evidence, damage, entries, newest_checkpoint, recover
 from rillflow.runs.json_lines import JSON, decode, encode, read_json, read_lines
 from rillflow.runs.lock import Lock
 from rillflow.runs.observers import Observers

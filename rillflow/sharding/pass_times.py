@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rillflow.workers.values import TimedPass
+from rillflow.workers.arguments import TimedPass
 
 
 class PassClock:

@@ -18,8 +18,8 @@ from rillflow.sharding.mesh import RankGroups, require_processes
 from rillflow.sharding.packed_rows import Reading
 from rillflow.sharding.pass_times import PassClock
 from rillflow.sharding.pipeline import NumberedShare, run_pipeline
+from rillflow.workers.arguments import RECORDED_RANKS, PipelineRun, TimedPass
 from rillflow.workers.collectives import ProcessRanks
-from rillflow.workers.values import RECORDED_RANKS, PipelineRun, TimedPass
 
 KEPT_RUNS = 4
 """Runs of a call whose passes are recorded: its first optimiser steps."""

@@ -17,13 +17,13 @@ from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Partial, Split
 from rillflow.records.batch import Batch
 from rillflow.workers import program
+from rillflow.workers.arguments import Lie, Names, are_whole, piece, shares
 from rillflow.workers.awaited import Replies
 from rillflow.workers.backend import Backend, Place
 from rillflow.workers.endpoint import Endpoint
 from rillflow.workers.pending import Pending, pack_options, submitted
 from rillflow.workers.program import Call, Factory
 from rillflow.workers.transfer import AXES, Transfer
-from rillflow.workers.values import Lie, Names, are_whole, piece, shares
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

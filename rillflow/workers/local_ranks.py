@@ -25,9 +25,9 @@ from rillflow.errors import ClusterError
 from rillflow.isolation.child_process import how_ended
 from rillflow.workers.backend import RankLost
 from rillflow.workers.liveness import HeartbeatTarget
-from rillflow.workers.parcels import Frame, Parcel, receive, send
 from rillflow.workers.process_rank import HERE, FrameKind
 from rillflow.workers.segments import MemorySegment, SegmentPool
+from rillflow.workers.shared_memory import Frame, Parcel, receive, send
 
 
 class ProcessReference(Future[Parcel]):

@@ -17,9 +17,9 @@ from weakref import ref
 from rillflow.errors import ClusterError, RillflowError
 from rillflow.graph.handle import Handle
 from rillflow.workers import program
+from rillflow.workers.arguments import Facts, Held, Lie, Names, Own, RemoteValue, Rows, Whole, assembled
 from rillflow.workers.awaited import Awaited, answers
 from rillflow.workers.backend import Backend, Place, RankCall
-from rillflow.workers.values import Facts, Held, Lie, Names, Own, RemoteValue, Rows, Whole, assembled
 
 MANY = 16
 """Number of parts above which one rank gathers the facts for all others."""

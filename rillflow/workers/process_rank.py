@@ -27,8 +27,8 @@ from rillflow.workers.backend import RankLost
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.joined_rank import JoinedRank
 from rillflow.workers.messages import Slot, cannot_travel
-from rillflow.workers.parcels import Frame, Parcel, receive, send
 from rillflow.workers.segments import MemorySegment, SegmentPool
+from rillflow.workers.shared_memory import Frame, Parcel, receive, send
 
 HERE = "127.0.0.1"
 """Address of every rank: collectives and heartbeats stay on the loopback device."""

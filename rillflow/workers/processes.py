@@ -1,7 +1,7 @@
 """Processes: run every rank as a process of this machine, without Ray.
 
     driver ── one Unix socket per rank ──> ProcessRank 0, 1, ...      one call at a time, in order
-       │   <── replies, fetches ──            │ large arrays: anonymous shared memory (``workers.parcels``)
+       │   <── replies, fetches ──            │ large arrays: ``workers.shared_memory``
        └── holds the content of every result, and the descriptors of its arrays, and forwards them
 
 A result's arrays stay where its rank has put them: the driver passes their descriptor to a rank that fetches
@@ -32,9 +32,9 @@ from rillflow.workers.liveness import Heartbeats
 from rillflow.workers.local_ranks import EventLoop, LocalProcess, LocalRank, ProcessReference, SentCall
 from rillflow.workers.messages import cannot_travel, heaviest
 from rillflow.workers.multiprocess import MultiprocessBackend
-from rillflow.workers.parcels import Frame, Parcel
 from rillflow.workers.process_rank import HERE, FrameKind
 from rillflow.workers.segments import SegmentPool
+from rillflow.workers.shared_memory import Frame, Parcel
 
 _BOOT = (
     "import sys; from rillflow.isolation.child_process import end_with; end_with(int(sys.argv[1])); "

@@ -22,9 +22,7 @@ from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.runs.error_lines import innermost_line
-from rillflow.workers.backend import RankLost, Site
-from rillflow.workers.collectives import Stranded, is_broken_collective
-from rillflow.workers.values import (
+from rillflow.workers.arguments import (
     Facts,
     Held,
     Own,
@@ -37,6 +35,8 @@ from rillflow.workers.values import (
     lengths_of,
     resolved,
 )
+from rillflow.workers.backend import RankLost, Site
+from rillflow.workers.collectives import Stranded, is_broken_collective
 
 Factory = Callable[[Site], Any]
 """Constructs a role's object on one rank."""

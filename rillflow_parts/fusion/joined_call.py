@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
+from rillflow.workers.arguments import RemoteValue
 from rillflow.workers.backend import Site
 from rillflow.workers.group import PreparedCall
 from rillflow.workers.pending import Pending, pending_of
 from rillflow.workers.program import object_of, ready_call
-from rillflow.workers.values import RemoteValue
-from rillflow_parts.fusion.baton import run_both
+from rillflow_parts.fusion.alternating_calls import run_both
 from rillflow_parts.fusion.shared_pipeline import SharedPipeline
 
 

@@ -21,7 +21,7 @@ from rillflow.placement.pipeline import Pipeline
 from rillflow.sharding.mesh import RankGroups
 from rillflow.sharding.pass_times import median_s
 from rillflow.sharding.pipeline_runner import PipelinePass, PipelineRunner, RanPasses
-from rillflow_parts.fusion.baton import BatonSide
+from rillflow_parts.fusion.alternating_calls import BatonSide
 from rillflow_parts.fusion.fused_pipeline import run_fused
 from rillflow_parts.fusion.scheduling.problem import FusedSchedule
 from rillflow_parts.fusion.scheduling.step import StepPlan, step_plan

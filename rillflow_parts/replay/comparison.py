@@ -16,7 +16,7 @@ from typing import Any
 from rillflow.records.metrics import Metrics
 from rillflow.records.row import RowId
 from rillflow.runs import layout
-from rillflow.runs.evidence import entries
+from rillflow.runs.integrity import entries
 from rillflow.runs.json_lines import JSON, read_lines
 from rillflow.runs.reader import rollout_columns
 from rillflow.runs.run_directory import metric_json

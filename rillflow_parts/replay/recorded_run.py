@@ -23,7 +23,7 @@ from rillflow.rewards.function import parse_function
 from rillflow.rewards.source import restored
 from rillflow.runs import layout
 from rillflow.runs.changes import Change, undone
-from rillflow.runs.evidence import damage
+from rillflow.runs.integrity import damage
 from rillflow.runs.json_lines import JSON, read_lines
 from rillflow.runs.reader import read_config, read_starts, require_run
 from rillflow.runs.run_directory import require_format

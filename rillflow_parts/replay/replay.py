@@ -35,7 +35,7 @@ from rillflow.controller.interrupt import Interruption
 from rillflow.errors import Interrupted, RillflowError, RunDirectoryError, TrainingError
 from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
-from rillflow.runs.evidence import Evidence
+from rillflow.runs.integrity import Evidence
 from rillflow.runs.json_lines import JSON, encode, read_json, read_lines
 from rillflow.runs.reader import read_starts
 from rillflow_parts.replay.compared_weights import compare_weights

@@ -19,7 +19,7 @@ from rillflow.controller.checkpoint import examined
 from rillflow.errors import ModelError
 from rillflow.runs import layout
 from rillflow.runs.bases import SETTINGS, Base, bases_of, model_digest, place_of, run_id
-from rillflow.runs.evidence import Damage, damage, lost, newest_checkpoint
+from rillflow.runs.integrity import Damage, damage, lost, newest_checkpoint
 from rillflow.runs.pins import pin_notes
 from rillflow.runs.reader import require_run
 

@@ -23,9 +23,9 @@ from rillflow.errors import ClusterError
 from rillflow.workers.backend import Place, Pool, RankLost, Site
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.fork_server import ForkedProcess, ForkServer
-from rillflow.workers.parcels import MAX_CONTENT_BYTES, MAX_INLINE_BYTES, PACKET_BYTES, Parcel
 from rillflow.workers.processes import ProcessBackend
 from rillflow.workers.segments import MAX_POOL_BYTES, MAX_SEGMENTS, SegmentPool
+from rillflow.workers.shared_memory import MAX_CONTENT_BYTES, MAX_INLINE_BYTES, PACKET_BYTES, Parcel
 
 BOUND_S = 60.0
 POOL = SegmentPool()

@@ -15,13 +15,13 @@ from rillflow.formulas import seeing
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric
+from rillflow.workers.arguments import Pipelined, PipelineRun
 from rillflow.workers.backend import Pool
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.inline import InlineBackend
 from rillflow.workers.transfer import BROADCAST, DP, SPLIT_DP_REDUCE
-from rillflow.workers.values import Pipelined, PipelineRun
-from rillflow_parts.fusion.baton import BatonSide
+from rillflow_parts.fusion.alternating_calls import BatonSide
 from rillflow_parts.fusion.fused_calls import FusedCalls
 from rillflow_parts.fusion.shared_pipeline import SharedPipeline
 from tests.unit.controller.test_async_rollout import prompts

@@ -12,10 +12,10 @@ from rillflow.controller.repeated_flight import RepeatedFlight
 from rillflow.controller.source import DataStream, GroupSampling
 from rillflow.controller.streamed_stages import StageWorker
 from rillflow.roles.sampler import GroupId
+from rillflow.workers.arguments import Facts
 from rillflow.workers.backend import Place, RankDied
 from rillflow.workers.pending import Pending, wait_for_any
 from rillflow.workers.restarts import Recovery, RestartBudget
-from rillflow.workers.values import Facts
 from tests.unit.controller.test_async_rollout import SAMPLES, Log, Scene, prompts
 
 STAGE, PLACE = "reward.score", Place("scorers", 0)

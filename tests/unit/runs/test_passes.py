@@ -10,8 +10,8 @@ from rillflow.controller.pipeline_passes import passes_record
 from rillflow.runs import layout
 from rillflow.runs.passes import ALONE, PassesRecord, alone_bubble, read_passes, windows
 from rillflow.runs.run_directory import RunDirectory
+from rillflow.workers.arguments import Facts, PipelineRun, TimedPass
 from rillflow.workers.backend import Place
-from rillflow.workers.values import Facts, PipelineRun, TimedPass
 
 STAGES, BATCHES, AHEAD_S = 2, 2, -1000.0
 

@@ -17,7 +17,7 @@ from rillflow.errors import RunDirectoryError
 from rillflow.records.metrics import Mean
 from rillflow.runs import layout
 from rillflow.runs.environment import environment, git_revision
-from rillflow.runs.evidence import damage
+from rillflow.runs.integrity import damage
 from rillflow.runs.reader import (
     Evaluation,
     SpanRecord,

@@ -17,8 +17,8 @@ from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, SupervisedLoss
 from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Trainer
+from rillflow.workers.arguments import piece
 from rillflow.workers.collectives import Ranks, ThreadGroup, ThreadRanks
-from rillflow.workers.values import piece
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]

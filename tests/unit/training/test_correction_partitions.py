@@ -20,8 +20,8 @@ from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss
 from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Trainer
+from rillflow.workers.arguments import piece
 from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
-from rillflow.workers.values import piece
 
 CORRECTIONS = ["tis", "sequence_tis", "icepop", "m2po", "topr"]
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from rillflow.errors import ClusterError
+from rillflow.workers.arguments import RemoteValue
 from rillflow.workers.awaited import await_replies
 from rillflow.workers.backend import Place, RankDied, RankLost
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.inline import InlineBackend
 from rillflow.workers.pending import Pending, Submission
 from rillflow.workers.pending import pending_of as made_pending
-from rillflow.workers.values import RemoteValue
 
 
 def pending_of(taken: Future[Any], watched: Future[Any]) -> Pending:

@@ -14,9 +14,9 @@ from rillflow.workers.collectives import SingleRank, Stranded
 from rillflow.workers.joined_rank import has_left
 from rillflow.workers.messages import Slot
 from rillflow.workers.nodes import Seating
-from rillflow.workers.parcels import Frame, Parcel, receive, send
 from rillflow.workers.process_rank import FrameKind, ProcessRank
 from rillflow.workers.segments import SegmentPool
+from rillflow.workers.shared_memory import Frame, Parcel, receive, send
 
 POOL = SegmentPool()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rillflow.workers.arguments import PipelineRun, TimedPass
 from rillflow.workers.backend import Place, Site
 from rillflow.workers.collectives import SingleRank
 from rillflow.workers.program import _on_clock
-from rillflow.workers.values import PipelineRun, TimedPass
 
 PASS = TimedPass(micro_batch=0, is_backward=False, began=100.0, ended=101.5)
 

@@ -16,8 +16,7 @@ from rillflow.errors import ClusterError
 from rillflow.records.batch import Batch, concatenate, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.workers.backend import Place
-from rillflow.workers.values import (
+from rillflow.workers.arguments import (
     GROUPS,
     Facts,
     Held,
@@ -30,6 +29,7 @@ from rillflow.workers.values import (
     resolved,
     shares,
 )
+from rillflow.workers.backend import Place
 
 UNITS = st.integers(1, 4)
 

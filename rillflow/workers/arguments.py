@@ -1,4 +1,4 @@
-"""Values: describe an argument to a rank, and resolve the description there.
+"""Arguments: describe an argument to a rank, and resolve the description there.
 
     controller                             rank
     Own(value)                 ─────────>  its own part, if the Lie shows that rows are already in place

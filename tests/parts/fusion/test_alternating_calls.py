@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rillflow.errors import Signalled, TrainingError
-from rillflow_parts.fusion.baton import BatonSide, PartnerEnded, run_both
+from rillflow_parts.fusion.alternating_calls import BatonSide, PartnerEnded, run_both
 
 
 class Role:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rillflow.errors import RunDirectoryError
 from rillflow.records.metrics import Sum
-from rillflow.runs.evidence import Evidence, damage, digest
+from rillflow.runs.integrity import Evidence, damage, digest
 from rillflow.runs.reader import Evaluation
 from rillflow.runs.run_directory import RunDirectory
 

@@ -1,4 +1,4 @@
-"""Baton: run two calls on one rank in two threads, of which only the one that holds the baton runs.
+"""Alternating calls: run two calls of one rank in two threads, of which one runs at a time.
 
     caller's thread   first   ── runs ─┐ meet           ┌ runs both meetings, goes on ─┐ meet, or its end
     a helper thread   second           └─ runs ── meet ─┘                              └─ goes on ── ...

@@ -1,4 +1,4 @@
-"""Evidence: digests of every line and file of a run directory, to detect and locate damage.
+"""Integrity: digests of every line and file of a run directory, to detect and locate damage.
 
     record a line or a file ──> its entry in digests.jsonl ──> the write itself
     damage      compare entries with lines and files

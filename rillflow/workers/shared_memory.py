@@ -1,4 +1,4 @@
-"""Parcels: values of one machine's processes, large arrays in anonymous shared memory.
+"""Shared memory: pass values between the processes of a machine, large arrays in anonymous memory.
 
     value ── Parcel.of ──> content: bytes               ──┐
                            segments: one memfd,         ──┴─ Frame ── one packet of a Unix socket ──> reader
