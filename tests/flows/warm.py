@@ -6,12 +6,14 @@ same signals, children and exit codes; the tests of the command line start new p
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "transformers", "rillflow.app.build"])
 """Makes processes that are forks of the server."""
@@ -27,7 +29,8 @@ class Command:
 
     def __init__(self, words: Sequence[str], said: Path) -> None:
         self._process = CONTEXT.Process(target=_run, args=([*words], said, dict(os.environ), Path.cwd()))
-        self._process.start()
+        with contextlib.chdir(ROOT):  # the server imports Rillflow from its working directory
+            self._process.start()
         self._said = said
         assert self._process.pid is not None
         self.pid = self._process.pid
