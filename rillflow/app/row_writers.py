@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +27,8 @@ from rillflow.rewards.function import FunctionPath
 if TYPE_CHECKING:
     from rillflow.app.check_report import Report
     from rillflow.app.facts import RecipeFacts
+    from rillflow.models.language_model import LanguageModel
+    from rillflow.roles.setting import RoleSetting
     from rillflow.tasks.files import Rows
     from rillflow.tasks.task import Task
 
@@ -51,10 +54,12 @@ class RowWriter(ABC):
         config: the section of the recipe that turns it on.
         base: the recipe's folder.
 
-    Its engine derives from ``rollout.engine_wrapper.EngineWrapper``. The keys ``FAILED`` and ``LOGGED`` of
+    The keys ``FAILED`` and ``LOGGED`` of
     ``rewards.outcome`` are the columns of a row's failure and of its metrics.
     """
 
+    engine: ClassVar[str]
+    """``package.module:Class`` of an ``EngineWrapper``, which the sampler's rank imports."""
     reward: ClassVar[FunctionPath | None] = None
     """Reward function of its rows, which is added to the recipe's; None for none."""
 
@@ -71,14 +76,15 @@ class RowWriter(ABC):
         """
 
     @abstractmethod
-    def wrap(self, engine: Callable[..., Any], setting: Any, model: Any) -> Callable[..., Any]:
-        """Return what makes an engine whose rows it writes; called on the sampler's rank.
+    def options(self, setting: RoleSetting, model: LanguageModel) -> Mapping[str, Any]:
+        """Return further arguments of the engine; called on the sampler's rank with the policy's model."""
 
-        Args:
-            engine: makes the engine that samples.
-            setting: the sampler's RoleSetting.
-            model: the policy's LanguageModel.
-        """
+    def wrap(
+        self, inner: Callable[..., Any], setting: RoleSetting, model: LanguageModel
+    ) -> Callable[..., Any]:
+        """Return what makes its engine around the one that ``inner`` makes; see ``RoleSetting.wraps``."""
+        engine = imported(self.engine, f"the engine of {type(self).__name__}")
+        return partial(engine, inner=inner, stack=setting.site.stack, **self.options(setting, model))
 
     @abstractmethod
     def look(self, facts: RecipeFacts, report: Report) -> None:

@@ -20,25 +20,15 @@ def with_columns(rows: Batch, functions: Mapping[str, Callable[[Batch], Sequence
     Raises:
         RolloutError: a function returns something else.
     """
-    if not functions or not len(rows):
-        return rows
-    columns = [json.loads(text) for text in rows.ragged("columns").to_text()]
+    texts = rows.ragged("columns").to_text() if functions else []
     for name, function in functions.items():
-        values = list(function(rows))
-        if len(values) != len(rows):
+        try:
+            added = zip(texts, function(rows), strict=True)
+            texts = [json.dumps({**json.loads(text), name: value}, allow_nan=False) for text, value in added]
+        except (TypeError, ValueError) as error:
             raise RolloutError(
-                f"the column {name!r} of a plugin has {len(values)} values for {len(rows)} rows",
-                why="each row has one value",
-                fix="return None for a row without a value",
-            )
-        for row, value in zip(columns, values, strict=True):
-            row[name] = value
-    try:
-        texts = [json.dumps(row, allow_nan=False) for row in columns]
-    except (TypeError, ValueError) as error:
-        raise RolloutError(
-            f"a column of a plugin ({', '.join(functions)}) cannot be written as JSON",
-            why=str(error),
-            fix="return finite numbers, texts, lists and dicts",
-        ) from error
-    return rows.with_fields(columns=Ragged.from_text(texts))
+                f"the column {name!r} of a plugin has no value of JSON for each of {len(rows)} rows",
+                why=str(error),
+                fix="return a finite number, text, list, dict or None for each row",
+            ) from error
+    return rows.with_fields(columns=Ragged.from_text(texts)) if functions else rows

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -43,7 +42,6 @@ ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish
 RUNNING, ENDED = "running", "ended"
 """Files of a sampler's rows in a checkpoint."""
 _KEY = json.dumps(LOGGED)
-NO_COLUMNS: Mapping[str, Callable[[Batch], Sequence[Any]]] = MappingProxyType({})
 GREEDY_SAMPLE = -1
 """Sample number in the row ids of greedy answers, which are not samples of their prompt."""
 
@@ -129,7 +127,7 @@ class Sampler:
         rollout: sampling settings.
         seed: the run's seed; every random number follows from it and from row ids.
         engine: makes the engine, as the class of an Engine does.
-        columns: functions of columns that are added to the rows it returns.
+        columns: functions of columns that are added to the rows it returns; None for none.
     """
 
     def __init__(
@@ -140,9 +138,9 @@ class Sampler:
         rollout: RolloutConfig,
         seed: int,
         engine: Callable[..., Engine] = NativeEngine,
-        columns: Mapping[str, Callable[[Batch], Sequence[Any]]] = NO_COLUMNS,
+        columns: Mapping[str, Callable[[Batch], Sequence[Any]]] | None = None,
     ) -> None:
-        self.weights, self._columns = weights, columns
+        self.weights, self._columns = weights, columns or {}
         self._rollout = rollout
         stops = Stops(rollout.stop, model.tokenizer)
         with losses():

@@ -1,16 +1,16 @@
 """AgentWriter: an agent as what writes the rows of a recipe.
 
 [rollout.agent] ─> code, look: checks before a run
-                └─ wrap, on the sampler's rank ─> AgentEngine
+                └─ options, on the sampler's rank ─> AgentEngine
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rillflow.app.code_checks import execution_notes
 from rillflow.app.row_writers import RowWriter, WriterCode, require_columns
@@ -26,6 +26,8 @@ from rillflow_parts.endpoint.config import AgentConfig
 if TYPE_CHECKING:
     from rillflow.app.check_report import Report
     from rillflow.app.facts import RecipeFacts
+    from rillflow.models.language_model import LanguageModel
+    from rillflow.roles.setting import RoleSetting
 
 GIVEN = ("base_url", "api_key")
 """Arguments that an agent receives in addition to its row's columns."""
@@ -36,6 +38,7 @@ class AgentWriter(RowWriter):
     """The agent of a recipe; see RowWriter."""
 
     config: AgentConfig
+    engine: ClassVar[str] = "rillflow_parts.endpoint.agents:AgentEngine"
 
     @cached_property
     def code(self) -> WriterCode:
@@ -56,18 +59,10 @@ class AgentWriter(RowWriter):
         function = replace(parse_function(agent.function, self.base, "agent"), files=files)
         return WriterCode(function=function, named=str(function))
 
-    def wrap(self, engine: Callable[..., Any], setting: Any, model: Any) -> Callable[..., Any]:
+    def options(self, setting: RoleSetting, model: LanguageModel) -> Mapping[str, Any]:
         """See RowWriter."""
-        from rillflow_parts.endpoint.agents import AgentEngine
-
-        return partial(
-            AgentEngine,
-            inner=engine,
-            agent=self.config,
-            function=self.code.function,
-            encoder=Encoder.of(model.tokenizer, setting.task),
-            stack=setting.site.stack,
-        )
+        encoder = Encoder.of(model.tokenizer, setting.task)
+        return {"agent": self.config, "function": self.code.function, "encoder": encoder}
 
     def look(self, facts: RecipeFacts, report: Report) -> None:
         """Load the agent in a child process, and check that each row has the columns it needs.

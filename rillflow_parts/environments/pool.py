@@ -73,7 +73,7 @@ class _Process:
     """One environment process, its socket, and the rows that it holds."""
 
     def __init__(self, source: EnvironmentSource, config: EnvironmentConfig, *, shut_in: bool) -> None:
-        shown = tuple(map(Path, visible_to(source.path).copies))
+        shown = tuple(map(Path, visible_to(source.function).copies))
         function = FunctionPath(file=_HOST, name="serve", files=shown)
         level = Level.FULL if shut_in else Level.NONE
         ours, theirs = socket.socketpair()
@@ -166,8 +166,8 @@ class _Process:
         if self.parameters is None and now >= self._until:
             self.stop()
             raise RolloutError(
-                f"the environment {self._source} was not loaded within {2 * START_LIMIT_S:g} s",
-                why=f"{self._source.path.file} computes or waits at module level",
+                f"the environment {self._source.named} was not loaded within {2 * START_LIMIT_S:g} s",
+                why=f"{self._source.function.file} computes or waits at module level",
                 fix="move that code into the class",
             )
         late = [row for row, until in self.rows.items() if until <= now]
@@ -187,12 +187,12 @@ class _Process:
 
     @property
     def _name(self) -> str:
-        return f"the environment {self._source.path.name} ({place_of(self._source.path)})"
+        return f"the environment {self._source.function.name} ({place_of(self._source.function)})"
 
     def _chosen(self, row: int, what: str, given: Any) -> list[Any]:
         assert self.parameters is not None, "calls wait until the class is loaded"
         if what == "reset":
-            given = dict(choose(given, self.parameters, f"{self._source.path.name}.reset"))
+            given = dict(choose(given, self.parameters, f"{self._source.function.name}.reset"))
         elif what == "step":
             given = given["message" if self._takes_messages else "text"]
         return [row, what, given]
@@ -201,7 +201,7 @@ class _Process:
         """Read the child's pipes; its end fails all rows that it holds."""
         answer = self.child.advance()
         if self.child.state is State.IDLE and not self._is_asked:
-            path = self._source.path
+            path = self._source.function
             load = {"file": str(path.file), "text": path.text, "name": path.name}
             columns = {
                 "port": 0 if self._listening is None else self._listening.getsockname()[1],
@@ -231,8 +231,8 @@ class _Process:
 
     def _unusable(self, why: str) -> RolloutError:
         return RolloutError(
-            f"{place_of(self._source.path)}: the environment {self._source.path.name} {why}",
-            why=f"every environment process loads {self._source.path.file}",
+            f"{place_of(self._source.function)}: the environment {self._source.function.name} {why}",
+            why=f"every environment process loads {self._source.function.file}",
             fix="fix the file, or raise rollout.environment.memory_bytes if memory ran out",
         )
 
@@ -318,7 +318,7 @@ class EnvironmentPool:
 
     def __init__(self, source: EnvironmentSource, config: EnvironmentConfig) -> None:
         self._source, self._config = source, config
-        self._shut_in = is_shut_in(source.path, config.sandbox, unless_harmless=False)
+        self._shut_in = is_shut_in(source.function, config.sandbox, unless_harmless=False)
         self._processes = [self._started()]
         self._owners: dict[int, _Process] = {}
         self._numbers, self._told = count(), deque[Told]()

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rillflow.app.row_writers import WriterCode
 from rillflow.errors import ConfigError
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow_parts.environments.adapter import EnvironmentAdapter
@@ -27,40 +28,18 @@ REWARD = FunctionPath(file=_FOLDER / "child" / "reward.py", name=ENVIRONMENT_REW
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvironmentSource:
+class EnvironmentSource(WriterCode):
     """An environment's class, and what it is made with.
 
     Example:
-        EnvironmentSource(path=FunctionPath(file=Path("/home/me/game.py"), name="Guess"), arguments={})
+        EnvironmentSource(function=FunctionPath(file=Path("/home/me/game.py"), name="Guess"),
+                          named="game.py:Guess", arguments={})
     """
 
-    path: FunctionPath
-    """File and name of the class."""
     arguments: Mapping[str, Any]
     """Arguments of the class."""
-    written: str
-    """The source as the recipe names it."""
-    adapter: EnvironmentAdapter | None = None
-    """Adapter to the library of the environment; None for a class of the user's."""
-
-    def __str__(self) -> str:
-        return self.written
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the class is the user's, not an adapter to another library."""
-        return self.adapter is None
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The installed module that the source names; each node must have it."""
-        is_module = self.adapter is not None and self.adapter.names_module
-        return (self.rest.rpartition("/")[2].replace("-", "_"),) if is_module else ()
-
-    @property
-    def rest(self) -> str:
-        """What follows the scheme."""
-        return self.written.partition(":")[2]
+    has_rows: bool = False
+    """Whether it has a data set of its own, which a function ``rows`` beside the class lists."""
 
 
 def parse_environment(
@@ -78,8 +57,8 @@ def parse_environment(
         ConfigError: the library of the source is not installed, or nothing follows the colon.
     """
     if adapter is None:
-        path = parse_function(config.source, base, "environment")
-        return EnvironmentSource(path=path, arguments=config.arguments, written=config.source)
+        own = parse_function(config.source, base, "environment")
+        return EnvironmentSource(function=own, named=config.source, arguments=config.arguments)
     rest = config.source.partition(":")[2]
     if not rest:
         raise ConfigError(
@@ -93,9 +72,12 @@ def parse_environment(
             why="its own library runs the environment",
             fix=f"pip install {adapter.package}",
         )
+    module = rest.rpartition("/")[2].replace("-", "_")
     return EnvironmentSource(
-        path=FunctionPath(file=adapter.file, name=adapter.name),
+        function=FunctionPath(file=adapter.file, name=adapter.name),
+        named=config.source,
+        is_own=False,
+        modules=[module] if adapter.names_module else [],
         arguments={adapter.argument: rest, **config.arguments},
-        written=config.source,
-        adapter=adapter,
+        has_rows=adapter.has_rows,
     )

@@ -14,9 +14,9 @@ from rillflow_parts.environments.writer import EnvironmentWriter
 def test_a_source_names_the_class_and_its_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("rillflow_parts.environments.source.find_spec", lambda _: object())
     config = EnvironmentConfig(source="openenv:http://127.0.0.1:8", arguments={"more": 1})
-    found = EnvironmentWriter(config, tmp_path).source
+    found = EnvironmentWriter(config, tmp_path).code
     assert found.arguments == {"url": "http://127.0.0.1:8", "more": 1} and not found.is_own
-    assert found.path.file.is_file() and f"class {found.path.name}" in found.path.file.read_text()
+    assert found.function.file.is_file() and f"class {found.function.name}" in found.function.file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_a_source_that_cannot_be_is_refused(
 ) -> None:
     monkeypatch.setattr("rillflow_parts.environments.source.find_spec", lambda _: None)
     with pytest.raises(ConfigError) as caught:
-        _ = EnvironmentWriter(EnvironmentConfig(source=source), tmp_path).source
+        _ = EnvironmentWriter(EnvironmentConfig(source=source), tmp_path).code
     assert all(word in str(caught.value) for word in words)

@@ -224,6 +224,23 @@ def test_a_class_that_is_none_is_refused(text: str, why: str, tmp_path: Path) ->
     pool.close()
 
 
+def test_no_module_of_the_part_hides_one_of_the_user_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "else").mkdir()
+    for name in ("engine", "config", "source", "plugin"):
+        (tmp_path / "else" / f"{name}.py").write_text("MINE = True\n")
+    monkeypatch.syspath_prepend(tmp_path / "else")
+    (tmp_path / "game.py").write_text(
+        "from config import MINE\nfrom engine import MINE\nfrom plugin import MINE\nfrom source import MINE\n"
+        "class Game:\n    def reset(self, kind): ...\n    def step(self, text): ...\n"
+    )
+    config = EnvironmentConfig(source="game.py:Game", workers=1)
+    pool = EnvironmentPool(parse_environment(config, tmp_path), config)
+    assert pool.load().required == ("kind",)
+    pool.close()
+
+
 @pytest.mark.parametrize("source", ["game.py", "verifiers:", "openenv:http://127.0.0.1:1", "none.py:Game"])
 def test_a_source_that_is_none_is_refused(source: str, tmp_path: Path) -> None:
     with pytest.raises(RillflowError):

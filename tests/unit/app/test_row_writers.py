@@ -60,19 +60,19 @@ PLUGIN = Plugin(columns={"odd": RowColumn(path="plugin_of_test_odd:values", exam
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ("[1]", "the column 'odd' of a plugin has 1 values for 8 rows"),
-        ("[float('nan')] * len(rows)", "cannot be written as JSON"),
-        ("[object()] * len(rows)", "cannot be written as JSON"),
+        ("[1]", "has no value of JSON for each of 8 rows"),
+        ("[float('nan')] * len(rows)", "Out of range float values"),
+        ("[object()] * len(rows)", "not JSON serializable"),
     ],
 )
 def test_a_column_that_is_none_stops_the_run(install: Install, tmp_path: Path, values: str, why: str) -> None:
     install("odd", COLUMN.replace("VALUES", values))
-    with pytest.raises(RolloutError, match=why):
+    with pytest.raises(RolloutError, match="the column 'odd' of a plugin") as stopped:
         launch(loaded(tmp_path, "evaluate=none"), quiet=True)
+    assert why in str(stopped.value)
 
 
 WRITER = """
-from functools import partial
 from pathlib import Path
 
 from rillflow.app.plugins import Plugin
@@ -87,15 +87,15 @@ class TwiceConfig(Section):
 
 
 class Twice(RowWriter):
+    engine = "plugin_of_test_twice:TwiceEngine"
     reward = FunctionPath(file=Path(__file__), name="points")
 
     @property
     def code(self):
         return WriterCode(function=parse_function("twice.py:said", self.base), named="twice")
 
-    def wrap(self, engine, setting, model):
-        said = model.tokenizer.encode(self.config.text)
-        return partial(TwiceEngine, inner=engine, said=said, stack=setting.site.stack)
+    def options(self, setting, model):
+        return {"said": model.tokenizer.encode(self.config.text)}
 
     def look(self, facts, report):
         report.say("twice", [self.config.text])
