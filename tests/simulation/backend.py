@@ -29,6 +29,7 @@ from itertools import count
 from math import inf
 from typing import Any
 
+from rillflow.workers.arguments import Held
 from rillflow.workers.backend import Backend, Place, Pool, RankCall, RankLost, Replacement, Site
 from rillflow.workers.collectives import Ranks, SingleRank, Stranded
 from tests.simulation.timeline import DriverKilled, Timeline
@@ -369,7 +370,7 @@ def _references(value: Any) -> Iterator[Reference]:
     elif isinstance(value, Mapping):
         yield from _references(list(value.values()))
     elif (
-        is_dataclass(value) and not isinstance(value, type) and value.__class__.__module__.endswith("values")
+        is_dataclass(value) and not isinstance(value, type) and value.__class__.__module__ == Held.__module__
     ):
         yield from _references([vars(value)[each.name] for each in fields(value)])
 
