@@ -160,7 +160,7 @@ class _Start:
             set_aside(self.path)
         settings = run_config(facts.resolved, facts.task, facts.standing)
         moved = facts.standing.moved(self.path) if self.goes_on else ()
-        settings = as_kept(settings, self.path) if self.goes_on else settings
+        settings = as_kept(settings, facts.recipe, self.path) if self.goes_on else settings
         may_change = (*MAY_CHANGE, *plugin_changes(), *moved)
         run = RunDirectory.open(self.path, settings, may_change=may_change, identity=self.identity)
         if any(change.key.startswith(f"{layout.BASES}.") for change in run.changes):  # also of a finished run

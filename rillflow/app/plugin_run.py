@@ -44,7 +44,7 @@ def run_plugin_recipe(
             set_aside(path)
         may_change = (*recipe.may_change, *plugin_changes())
         directory = stack.enter_context(
-            RunDirectory.open(path, as_kept(settings, path), may_change=may_change)
+            RunDirectory.open(path, as_kept(settings, recipe.recipe, path), may_change=may_change)
         )
         _require_no_fewer_steps(recipe)
         steps, log = {recipe.phase: recipe.steps}, path / layout.OUTPUT_LOG

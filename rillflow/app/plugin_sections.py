@@ -2,19 +2,20 @@
 
     Recipe, what every plugin adds ─ with_sections ─> a derived class: --set, check, config.json, pages
     recipe, "run.trackers" ─ section_of ─> the section, for the plugin that brought it
-    config.json of a run ─ known_settings, as_kept ─> without sections of plugins that have gone or come
+    config.json of a run ─ known_settings, as_kept ─> without what plugins took away or Rillflow got since
 
 The core names no section of a plugin, except to say which plugin ships it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BeforeValidator, Field, create_model
+from pydantic_core import to_jsonable_python
 
 from rillflow.app.plugins import PROVIDERS, absent, brought, discovered, imported, installed
 from rillflow.config.load import validate
@@ -23,6 +24,7 @@ from rillflow.config.schema import Data, Section, subsections
 from rillflow.errors import ConfigError
 from rillflow.runs import layout
 from rillflow.runs.integrity import read_recovered
+from rillflow.runs.old_settings import present
 
 S = TypeVar("S", bound=Section)
 SHARED = "run"
@@ -179,18 +181,24 @@ def known_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def as_kept(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
-    """Return a start's config with plugin sections as the run has them, where that changes nothing.
+def as_kept(settings: Mapping[str, Any], recipe: Section, run: Path) -> dict[str, Any]:
+    """Return a start's config with sections and settings as the run has them, where that changes nothing.
 
-    A section that the run lacks is left out if it has its defaults: its plugin was installed since. A section
-    of a plugin that is gone stays as it was; a recipe that names it is refused.
+    A section or setting that the run lacks is left out if it has its default: its plugin was installed, or
+    Rillflow got it, since. A setting whose default changed what an older run did is translated in
+    ``runs.old_settings``. A section of a plugin that is gone stays as it was; a recipe that names it is
+    refused.
+
+    Args:
+        settings: the start's config.
+        recipe: its recipe, which has the defaults.
+        run: the run directory.
     """
     if not (run / layout.CONFIG).is_file():
         return dict(settings)
-    kept: Any = read_recovered(run, layout.CONFIG)
-    for key, section in plugin_sections().items():
-        is_default = _value(settings, key) == _default(key, section)
-        if is_default and not _has(kept, key):
+    kept: Any = present(read_recovered(run, layout.CONFIG))
+    for key, default in _absent_settings(recipe, kept):
+        if _value(settings, key) == default:
             settings = _without(settings, key)
     for key in _missing_sections(""):
         if _has(kept, key):
@@ -198,12 +206,14 @@ def as_kept(settings: Mapping[str, Any], run: Path) -> dict[str, Any]:
     return dict(settings)
 
 
-def _default(key: str, section: type[Section]) -> Any:
-    """Return the default of a section or setting as config.json has it."""
-    if key in plugin_settings():
-        return _value(section.model_construct().model_dump(mode="json"), key.rpartition(".")[2])
-    default = _field(section)[1].default
-    return default.model_dump(mode="json") if isinstance(default, Section) else None
+def _absent_settings(section: Section, kept: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings, or whole sections, that a run lacks, with their defaults as JSON."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if not _has(kept, f"{above}{name}"):
+            yield f"{above}{name}", to_jsonable_python(field.get_default(call_default_factory=True))
+        elif isinstance(value, Section):
+            yield from _absent_settings(value, kept, f"{above}{name}.")
 
 
 def _missing_sections(title: str) -> Mapping[str, ConfigError]:

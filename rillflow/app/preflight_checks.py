@@ -316,7 +316,7 @@ def look_at_run(facts: RecipeFacts, report: Report) -> None:
     recipe, path = facts.recipe, facts.resolved.directory
     report.say("run directory", [run_state(path), kill_cost(recipe), *pin_notes(path)])
     if holds_step(path):
-        settings = as_kept(run_config(facts.resolved, facts.task, facts.standing), path)
+        settings = as_kept(run_config(facts.resolved, facts.task, facts.standing), recipe, path)
         may_change = (*MAY_CHANGE, *plugin_changes(), *facts.standing.moved(path))
         changed = allowed_changes(path, settings, may_change)
         require_possible(facts.resolved, path, changed, facts.task)

@@ -19,9 +19,11 @@ from rillflow.app.recorded_recipe import recipe_of
 from rillflow.app.resolved import Resolved
 from rillflow.app.sections import recipe_class
 from rillflow.config.schema import walk
-from rillflow.errors import ConfigError, install_package, install_plugin
+from rillflow.errors import ConfigError, RunDirectoryError, install_package, install_plugin
+from rillflow.runs.changes import allowed_changes
 from rillflow.runs.json_lines import read_json
 from rillflow.runs.run_data import load
+from rillflow.runs.run_directory import RunDirectory
 from tests.unit.app.conftest import Install
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_plugin"
@@ -339,5 +341,25 @@ def test_a_run_directory_from_before_or_after_a_plugin_is_read_and_resumed(
     discovered.cache_clear()
     old = read_json(path / "config.json")
     assert "service" not in known_settings(old)["rollout"]
-    assert as_kept(known_settings(old), path)["rollout"]["service"] == kept and kept["port"] == 3
+    now = as_kept(known_settings(old), loaded(tmp_path).recipe, path)
+    assert now["rollout"]["service"] == kept and kept["port"] == 3
     assert recipe_of(load(path)).recipe.algorithm.name == "grpo"
+
+
+@pytest.mark.parametrize("steps", ["algorithm.steps=2", "schedule={ mode = 'ahead', freshness = 1 }"])
+def test_a_run_from_before_a_setting_resumes_unless_the_setting_has_another_value(
+    tmp_path: Path, steps: str
+) -> None:
+    recipe = loaded(tmp_path, steps).recipe
+    settings = recipe.model_dump(mode="json")
+    old = {name: value for name, value in settings.items() if name not in ("evaluate", "schedule")}
+    old["task"] = {name: value for name, value in settings["task"].items() if name not in ("turns", "clock")}
+    order = {"freshness": recipe.schedule.steps_ahead, "async_mode": "in_order"}
+    old["algorithm"] = {**settings["algorithm"], **order}
+    with RunDirectory.open(tmp_path / "old", old):
+        pass
+    assert allowed_changes(tmp_path / "old", as_kept(settings, recipe, tmp_path / "old"), ()) == []
+    other = loaded(tmp_path, steps, "task.turns=all").recipe
+    changed = as_kept(other.model_dump(mode="json"), other, tmp_path / "old")
+    with pytest.raises(RunDirectoryError, match=r"config: task\.turns: '\(not set\)' -> 'all'"):
+        allowed_changes(tmp_path / "old", changed, ())
