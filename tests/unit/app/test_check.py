@@ -212,7 +212,8 @@ def test_the_reward_is_called_on_two_rows(folder: Path) -> None:
 )
 def test_a_reward_that_fails_on_both_rows_is_a_problem(folder: Path, body: str, told: str) -> None:
     (folder / "own.py").write_text(f"def reward(completions, **_): return {body}\n")
-    assert told in problems(folder, "reward.function=own.py:reward", "reward.timeout_s=0.2")
+    limit = f"reward.timeout_s={0.2 if 'sleep' in body else 30}"
+    assert told in problems(folder, "reward.function=own.py:reward", limit)
 
 
 def test_a_reward_that_fails_on_one_row_or_gives_no_score_is_noted(folder: Path) -> None:
