@@ -54,8 +54,7 @@ class RowWriter(ABC):
         config: the section of the recipe that turns it on.
         base: the recipe's folder.
 
-    The keys ``FAILED`` and ``LOGGED`` of
-    ``rewards.outcome`` are the columns of a row's failure and of its metrics.
+    The columns ``FAILED`` and ``LOGGED`` of ``rewards.outcome`` hold a row's failure and its metrics.
     """
 
     engine: ClassVar[str]
@@ -146,8 +145,8 @@ def require_columns(task: Task, names: Sequence[str], who: str, more: Sequence[s
         RewardError: a row lacks a column.
     """
     for name, row in ((name, row) for name in names for row in task.every_row):
-        known = sorted({"prompt", *row.columns, *more})
-        if name not in known:
+        if name not in row.columns and name not in ("prompt", *more):
+            known = sorted({"prompt", *row.columns, *more})
             raise RewardError(
                 f"{who} needs {name!r}",
                 why=f"{row} provides {', '.join(known)}",

@@ -69,7 +69,7 @@ def test_environments_write_the_same_rows_on_every_placement_and_resumed(
 ) -> None:
     cut = {name: value for name, value in settings.items() if name.startswith(("algorithm", "schedule"))}
     whole = run(tmp_path / "whole", **{"rollout.deterministic": "true", **cut})
-    for steps in (1, 2):
+    for steps in (2,) if cut else (1, 2):  # the last step of a run leaves no tail, so a shorter run differs
         again = {"rollout.deterministic": "true", **settings, "algorithm.steps": steps}
         run(tmp_path / "again", **again)
     for step in (1, 2):
