@@ -138,7 +138,7 @@ class Case:
     parts: Sequence[Part]
     """Settings of each part of the run; a part continues the one before."""
     is_destroyed: bool = False
-    """Whether some steps lose most of what the policy can do."""
+    """Whether the run is meant to make the policy much worse."""
     needs: str = ""
     """Word that a sentence, a warning or the advice must have."""
     common: Part = field(default_factory=dict)

@@ -49,7 +49,7 @@ from rillflow_classic.worker_set import WorkerSet
 from rillflow_classic.workers.actor import Actor
 from rillflow_classic.workers.policy_worker import PolicyWorker
 
-SLOW = ["--networks mlp_64 --styles calls trainer --rounds 1 --seconds 0.3"]
+SMALLEST = ["--networks mlp_64 --styles calls trainer --rounds 1 --seconds 0.3"]
 NEEDS = ["envpool", "rillflow_classic"]
 CARTPOLE = StreamWorkload(name="", environment="CartPole-v1", slots=16, steps=64)
 PONG = StreamWorkload(name="", environment="Pong-v5", slots=8, steps=16)

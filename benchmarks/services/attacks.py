@@ -36,7 +36,7 @@ from rillflow.rewards.workers import RewardWorkers
 sys.path.append(str(Path(__file__).parents[1]))
 import measured_at
 
-SLOW = ["--every 36"]
+SMALLEST = ["--every 36"]
 
 ATTACKS: list[dict[str, str]] = tomllib.loads((Path(__file__).with_name("attacks.toml")).read_text())[
     "attack"

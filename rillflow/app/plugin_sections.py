@@ -209,7 +209,7 @@ def as_kept(settings: Mapping[str, Any], recipe: Section, run: Path) -> dict[str
 def _absent_settings(section: Section, kept: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the settings, or whole sections, that a run lacks, with their defaults as JSON."""
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
+        value = vars(section)[name]
         if not _has(kept, f"{above}{name}"):
             yield f"{above}{name}", to_jsonable_python(field.get_default(call_default_factory=True))
         elif isinstance(value, Section):

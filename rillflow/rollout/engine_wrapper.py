@@ -3,7 +3,7 @@
     rows ─ add ─> waiting ─> a derived class ─ add ─> inner engine: samples a turn
     ended rows <─ step ──────────┴── what is said next <── step ──┘
 
-Agents (``Plugin.writers``) and environments derive from it.
+The engines of agents and of environments derive from it; ``Plugin.writers`` brings further ones.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class ClassicAlgorithm:
     """``require(inputs, size)``: raises ConfigError before the start if settings do not fit the fragments of
     a policy; None: they always do."""
     remark: str = ""
-    """What to know about its policy where it acts outside the plan, as in evaluations; usually nothing."""
+    """Note on how its policy acts in evaluations, outside the plan; empty for most algorithms."""
     calls_actors: bool = False
     """Whether the plan calls the actors itself, beside ``System.rollouts``; it then needs a CallSystem."""
 

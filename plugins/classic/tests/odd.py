@@ -160,7 +160,7 @@ PICTURES: dict[str, Callable[[Any, int], Any]] = {
     "exits": lambda frame, _: _raised(SystemExit("no display"), frame),
     "not written": lambda frame, _: _raised(NotImplementedError(), frame),
 }
-"""What ``render`` returns, from a frame whose brightness is 20 times the step, and the step."""
+"""Results of ``render`` by name, made of a frame, whose brightness is 20 times the step, and the step."""
 
 
 def _raised(error: BaseException, frame: Any, fails: bool = True) -> Any:

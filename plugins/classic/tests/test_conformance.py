@@ -57,7 +57,7 @@ def test_pettingzoo_accepts_our_cartpoles() -> None:
 
 
 def test_cartpoles_reset_and_step_by_the_parallel_form() -> None:
-    """What the check of PettingZoo asks for, where it is not installed."""
+    """Check what PettingZoo's own test checks, also on machines without PettingZoo."""
     environment = MultiAgentCartPole(3)
     observations, infos = environment.reset(seed=1)
     assert observations.keys() == infos.keys() == set(environment.possible_agents) == set(environment.agents)
