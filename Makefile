@@ -157,5 +157,5 @@ $(LEAN): pyproject.toml constraints.txt | $(BIN)/python
 
 $(FULL): pyproject.toml $(wildcard plugins/*/pyproject.toml) constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV) with the plugins and the tests' tools: once, a few minutes"
-	$(PIP) -e '.[dev,parquet,gym,ray,service]' $(addprefix -e plugins/,planner merging service training_service classic)
+	$(PIP) -e '.[dev,parquet,gym,ray,service]' $(addprefix -e plugins/,planner merging service training_service links classic)
 	@touch $@ $(LEAN)

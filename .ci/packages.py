@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.13")
 ENDS = ("oldest", "newest")
-PLUGINS = ("planner", "merging", "service", "training_service", "classic")
+PLUGINS = ("planner", "merging", "service", "training_service", "links", "classic")
 SMALL = (
     *("warm_start.steps=2", "warm_start.warmup_steps=0", "policy.warmup_steps=0"),
     *("algorithm.steps=1", "algorithm.prompts_per_step=4", "algorithm.minibatches=1"),

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rillflow.rewards.config import RewardConfig
     from rillflow.rewards.function import FunctionPath
     from rillflow.runs.observers import ObservedRun, Observer
+    from rillflow.sharding.codec import EdgeCodecs
 
 T = TypeVar("T")
 SHIPPED: Mapping[str, Mapping[str, str]] = {
@@ -47,6 +48,7 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
     "merging": {"merge": "merge several models into one, by averages, task vectors or optimal transport"},
     "service": {},
     "training_service": {},
+    "links": {},
     "classic": {
         "play": "play episodes with the policy of a classic run, and film one",
         "export": "write the policy of a classic run as a file for torch.export or ONNX",
@@ -84,6 +86,7 @@ PROVIDERS: Mapping[str, Mapping[str, str]] = {
     "recipes": {"classic": "classic"},
     "sections": {
         "run.trackers": "trackers",
+        "links": "links",
         "rollout.service": "service",
         "rollout.agent": "endpoint",
         "rollout.environment": "environments",
@@ -198,6 +201,9 @@ class Plugin:
     the section that turns it on; the section is absent until a recipe has it."""
     columns: Mapping[str, RowColumn] = field(default_factory=dict)
     """Further columns of every row that the policy samples, by name."""
+    codecs: Callable[[Resolved], EdgeCodecs] | None = None
+    """Returns the codecs of a recipe's edges (``sharding/codec.py``); ranks receive them. One plugin may
+    bring them."""
     environments: Mapping[str, Any] = field(default_factory=dict)
     """What the part ``environments`` takes, an ``EnvironmentAdapter`` to a library of environments, by the
     scheme of a source, such as ``verifiers:``."""

@@ -21,7 +21,7 @@ from rillflow.app.facts import RecipeFacts
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
 from rillflow.app.plugin_sections import own_settings, sections_for_ranks
-from rillflow.app.plugins import imported
+from rillflow.app.plugins import brought, imported
 from rillflow.app.resolved import Resolved
 from rillflow.app.role_table import EVAL_REWARD, Start
 from rillflow.app.row_writers import row_columns
@@ -37,6 +37,7 @@ from rillflow.roles.trained_role import TrainedRole
 from rillflow.rollout.config import RolloutConfig
 from rillflow.runs import layout
 from rillflow.runs.layout import checkpoint_folders
+from rillflow.sharding.codec import EdgeCodecs
 from rillflow.sharding.layout import generation_mesh
 from rillflow.training.config import TrainConfig
 from rillflow.training.skipping import leave_out
@@ -64,6 +65,7 @@ class RoleGroups:
         self._facts, self._recipe, self._run, self._backend = facts, recipe, run.absolute(), backend
         self._engine = engine_source(recipe.rollout.engine)
         self._specs = facts.resolved.roles
+        self._codecs = edge_codecs(facts.resolved)
         self._groups: dict[str, Group] = {}
         self._settings: dict[str, Callable[..., RoleSetting]] = {}
         self.executor = GroupExecutor(self._groups, backend)
@@ -176,6 +178,7 @@ class RoleGroups:
             rollout=own_settings(recipe.rollout, RolloutConfig),
             engine=self._engine.path,
             engine_options=self._engine.options,
+            codecs=self._codecs,
             sections=sections_for_ranks(recipe),
             task=recipe.task,
             limits=recipe.reward,
@@ -215,6 +218,8 @@ class RoleGroups:
     @property
     def may_restart_sampler(self) -> bool:
         """Whether the sampler's ranks hold no other role, so that they can be replaced alone."""
+        if self._codecs.weights is not None:
+            return False  # what is on its way may be a difference to weights that a new process lacks
         pools = [group.places[0].pool for group in self._groups.values()]
         return pools.count(self._groups[SAMPLER].places[0].pool) == 1 and self.delivery is not None
 
@@ -324,3 +329,9 @@ def _world(resolved: Resolved, pool: str) -> int:
         elif spec.is_model:
             sizes.append(placement.mesh_of(role).replica)
     return lcm(*sizes)
+
+
+def edge_codecs(resolved: Resolved) -> EdgeCodecs:
+    """Return the codecs that a plugin brings for a recipe; none without such a plugin."""
+    seam = brought(lambda plugin: {"codecs": plugin.codecs} if plugin.codecs else {}, "function")
+    return seam["codecs"](resolved) if seam else EdgeCodecs()

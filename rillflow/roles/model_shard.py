@@ -20,7 +20,8 @@ from rillflow.errors import ModelError
 from rillflow.models.language_model import LoadedModel, Model
 from rillflow.models.lazy_weights import Index, Source, fill
 from rillflow.placement.mesh import Mesh
-from rillflow.placement.sbp import Placement
+from rillflow.placement.sbp import Placement, Split
+from rillflow.sharding.codec import LINK
 from rillflow.sharding.layout import Layout, Weight, local_shape, logical_weights, training_layout
 from rillflow.sharding.mesh import RankGroups, rank_groups
 from rillflow.sharding.module import Parallel
@@ -165,8 +166,13 @@ class ModelShard(Generic[Model]):
     def listed(self, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
         """Return the logical tensors of a training state that this rank has a part of."""
         if self.parallel.is_whole:
+            ranks = self.groups.dp.size
             return {
-                name: Weight(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+                name: Weight(
+                    name=name,
+                    shape=(ranks, *tensor.shape[1:]) if name.startswith(LINK) else tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                )
                 for name, tensor in tensors.items()
             }
         kinds = {name.partition("/")[0]: tensor for name, tensor in tensors.items()}
@@ -184,6 +190,9 @@ class ModelShard(Generic[Model]):
         found = {}
         for name, weight in listed.items():
             laid = self.layout.get(name.partition("/")[2], everywhere)
+            if name.startswith(LINK):
+                found[name] = Placement(laid.mesh, {"dp": Split(0)})
+                continue
             found[name] = laid if weight.shape else Placement(laid.mesh)
         return found
 

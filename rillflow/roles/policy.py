@@ -89,7 +89,7 @@ class Policy(TrainedRole[LanguageModel]):
         weights: TrainedWeights
         if setting.generate is None:
             share = setting.share(model)
-            weights = SentWeights(share)
+            weights = SentWeights(share, setting.codecs.weights)
         else:
             share, weights = lay_out(
                 model,

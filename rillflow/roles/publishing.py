@@ -13,6 +13,7 @@ Digests identify a version (weights.digest): weights with other digests are neve
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from rillflow.models.tensor_plan import tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
 from rillflow.roles.model_shard import ModelShard, read_slices
 from rillflow.runs.abandoning import whole
+from rillflow.sharding.codec import Codec, State
 from rillflow.sharding.digest import Digests, digests, verify
 from rillflow.sharding.layout import Layout, generation_layout, local_shape, logical_weights
 from rillflow.sharding.reshard_plan import ReshardPlan, reshard_plan
@@ -168,10 +170,12 @@ class SentWeights(_End):
 
     Args:
         share: the rank's shard in training.
+        codec: encodes what is sent; None sends the bytes of the weights.
     """
 
-    def __init__(self, share: ModelShard[LanguageModel]) -> None:
+    def __init__(self, share: ModelShard[LanguageModel], codec: Codec | None = None) -> None:
         self._share, self._announced = share, Digests(version=-1, of={})
+        self._codec, self._states = codec, defaultdict[tuple[int, int], State](dict)
 
     def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
         """See SharedWeights."""
@@ -191,8 +195,14 @@ class SentWeights(_End):
     def send(self, bucket: int) -> tuple[Tensor, ...]:
         """Return the bytes [N] of one bucket for each of its receivers, in the order of the links."""
         rank, parts = self._share.groups.everyone.rank, self._plan.buckets[bucket].parts
-        held = self._share.parallel.parameters
-        return tuple(pack(self._plan, rank, to, held, parts) for to in self._links[bucket][rank])
+        held, receivers = self._share.parallel.parameters, self._links[bucket][rank]
+        packed = [pack(self._plan, rank, to, held, parts) for to in receivers]
+        if self._codec is not None:
+            dtype = self._plan.buckets[bucket].dtype
+            for place, to in enumerate(receivers):
+                state = self._states[bucket, to]
+                packed[place] = self._codec.encode(packed[place].view(dtype), state)
+        return tuple(packed)
 
 
 class ReceivedWeights(_End):
@@ -203,9 +213,13 @@ class ReceivedWeights(_End):
         mesh: the mesh of generation, its ranks numbered after the trainer's.
         ranks: the ranks of this one's world, which covers whole tp groups.
         rank: number of this rank in the sampler's pool.
+        codec: decodes what arrives; None for the bytes of the weights.
     """
 
-    def __init__(self, model: LanguageModel, *, mesh: Mesh, ranks: Ranks, rank: int) -> None:
+    def __init__(
+        self, model: LanguageModel, *, mesh: Mesh, ranks: Ranks, rank: int, codec: Codec | None = None
+    ) -> None:
+        self._codec, self._states = codec, defaultdict[tuple[int, int], State](dict)
         self._rank = min(mesh.ranks) + rank
         first = self._rank - ranks.rank
         world = range(first, first + ranks.size)
@@ -240,12 +254,17 @@ class ReceivedWeights(_End):
             packed: bytes [N] from each sender, in the order of the links.
 
         Raises:
-            WeightError: there are more or fewer bytes than in the plan.
+            WeightError: there are more or fewer bytes than in the plan, or the codec cannot decode them.
         """
         self.version = -1
+        parts, dtype = self._plan.buckets[bucket].parts, self._plan.buckets[bucket].dtype
         senders = [rank for rank, receivers in self._links[bucket].items() if self._rank in receivers]
-        for rank, each in zip(senders, packed, strict=True):
-            unpack(self._plan, self._rank, rank, each, self._held, self._plan.buckets[bucket].parts)
+        for rank, payload in zip(senders, packed, strict=True):
+            arrived = payload
+            if self._codec is not None:
+                arrived = pack(self._plan, self._rank, rank, self._held, parts, way="received")
+                self._codec.decode(payload, arrived.view(dtype), self._states[bucket, rank])
+            unpack(self._plan, self._rank, rank, arrived, self._held, parts)
 
     def serve(self, announced: Digests) -> int:
         """Verify the received weights, the new sampled version; a collective call of the sampler's ranks.

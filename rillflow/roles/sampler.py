@@ -169,7 +169,13 @@ class Sampler:
             assert setting.generate is not None, "a sampler has the grid of generation"
             model = setting.load(LanguageModel)
             site = setting.site
-            weights = ReceivedWeights(model, mesh=setting.generate, ranks=site.ranks, rank=site.place.rank)
+            weights = ReceivedWeights(
+                model,
+                mesh=setting.generate,
+                ranks=site.ranks,
+                rank=site.place.rank,
+                codec=setting.codecs.weights,
+            )
         rollout = setting.rollout
         engine: Callable[..., Engine] = engine_class(setting.engine)
         if rollout.server is not None:

@@ -25,6 +25,7 @@ from rillflow.rewards.judge_prompt import FrameConfig
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.trained_role import Training
 from rillflow.rollout.config import NATIVE, RolloutConfig
+from rillflow.sharding.codec import EdgeCodecs
 from rillflow.tasks.config import TaskConfig
 from rillflow.training.config import TrainConfig
 from rillflow.workers.backend import Site
@@ -74,6 +75,8 @@ class RoleSetting:
     """``package.module:Class`` of the rollout engine, or ``native``."""
     engine_options: str | None = None
     """``package.module:function`` that returns arguments that only this engine has; None for none."""
+    codecs: EdgeCodecs = field(default_factory=EdgeCodecs)
+    """Codecs of its edges to other ranks."""
     sections: Mapping[str, Section] = field(default_factory=dict)
     """Sections that plugins added to the recipe, by dotted key."""
     generate: Mesh | None = None
@@ -111,7 +114,8 @@ class RoleSetting:
     @property
     def training(self) -> Training:
         """Settings of its training before the first phase begins."""
-        return Training(config=self.train, seed=self.seed, version=self.version)
+        codec = self.codecs.gradients
+        return Training(config=self.train, seed=self.seed, version=self.version, codec=codec)
 
     @property
     def _known(self) -> ModelInput:

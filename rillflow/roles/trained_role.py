@@ -23,6 +23,7 @@ from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.saving import Saving
 from rillflow.runs.durable import flush, publish_folder, write_error
+from rillflow.sharding.codec import Codec
 from rillflow.sharding.pipeline_runner import PipelineRunner
 from rillflow.sharding.sharded_file import WRITE, together
 from rillflow.training.config import PassesConfig, TrainConfig
@@ -47,6 +48,8 @@ class Training:
     """Optimiser steps of the phase, for the schedule."""
     version: int = 0
     """Number of publishes, or of training calls, so far."""
+    codec: Codec | None = None
+    """Codec of gradients that are summed over ranks."""
 
 
 class StatefulRole:
@@ -89,6 +92,7 @@ class TrainedRole(StatefulRole, Pipelined, Generic[Model]):
         self.version = training.version
         self._name, self._seed = name.replace(" ", "_"), training.seed
         self._config, self._updates = training.config, training.updates
+        self._codec = training.codec
         self._scorer = Scorer(share.model.module, training.config, parallel=share.parallel)
         self._trainer: Trainer | None = None
 
@@ -100,7 +104,11 @@ class TrainedRole(StatefulRole, Pipelined, Generic[Model]):
         """The trainer, made at first use, because a model that only scores needs no optimiser memory."""
         if self._trainer is None:
             self._trainer = Trainer(
-                self.model.module, self._config, total_steps=self._updates, parallel=self.share.parallel
+                self.model.module,
+                self._config,
+                total_steps=self._updates,
+                parallel=self.share.parallel,
+                codec=self._codec,
             )
         return self._trainer
 

@@ -50,6 +50,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh, divisors, require_whole_beside_experts
+from rillflow.sharding.codec import CodedSum
 from rillflow.workers.collectives import ProcessRanks, Ranks, SingleRank
 
 AXES = ("dp", "pp", "tp")
@@ -259,6 +260,8 @@ class Gradients:
     """Parameters whose complete gradient is on every tp rank."""
     tied: frozenset[str] = frozenset()
     """Parameters of a weight on both the first and the last stage."""
+    coded: CodedSum | None = None
+    """Sums the gradients of ranks with the whole model through a codec; None: they are sent as they are."""
 
     @property
     def is_whole(self) -> bool:
@@ -268,13 +271,17 @@ class Gradients:
     def early(self, weights: Mapping[str, nn.Parameter]) -> EarlySums | None:
         """Return an object that starts sums as gradients complete; None if all are summed at the end."""
         dp = self.groups.dp
-        return EarlySums(dp, weights) if self.is_whole and isinstance(dp, ProcessRanks) else None
+        if self.coded is not None or not self.is_whole or not isinstance(dp, ProcessRanks):
+            return None
+        return EarlySums(dp, weights)
 
     def complete(self, gradients: Mapping[str, Tensor], begun: EarlySums | None) -> None:
         """Replace every gradient by its sum over all ranks, in place; every rank passes all parameters."""
         groups = self.groups
         if begun is not None:
             begun.finish()
+        elif self.coded is not None:
+            self.coded.sum_(groups.dp, gradients)
         elif groups.fsdp.size == 1:  # otherwise they are sharded over dp, and already summed
             groups.dp.sum_([gradients[name] for name in gradients if name not in self.experts])
             groups.twins.sum_([gradients[name] for name in gradients if name in self.experts])

@@ -204,10 +204,19 @@ def gathered(
 
 
 def pack(
-    plan: ReshardPlan, rank: int, destination: int, source: Mapping[str, Tensor], parts: Sequence[Portion]
+    plan: ReshardPlan,
+    rank: int,
+    peer: int,
+    source: Mapping[str, Tensor],
+    parts: Sequence[Portion],
+    *,
+    way: Way = "sent",
 ) -> Tensor:
-    """Return the bytes [N] that a rank sends to another for a bucket's portions; N is 0 if there are none."""
-    packing = _Packed.of(plan, "sent", rank, parts, (destination,))
+    """Return the bytes [N] that a rank sends to another for a bucket's portions; N is 0 if there are none.
+
+    With ``way="received"``, return the same bytes from the tensors of the rank that has received them.
+    """
+    packing = _Packed.of(plan, way, rank, parts, (peer,))
     packed = torch.empty(sum(packing.sizes), dtype=torch.uint8, device=device_of(source))
     packing.load(packed, source)
     return packed

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rillflow.errors import NotFiniteError, TrainingError, nearest
+from rillflow.records.metrics import Metric
 from rillflow.runs.abandoning import whole
+from rillflow.sharding.codec import LINK
 from rillflow.sharding.mesh import EarlySums, Gradients
 from rillflow.sharding.tensor import local_gradient, own
 from rillflow.training.adamw import MOMENTS, AdamW
@@ -112,13 +114,17 @@ class Optimizer:
         everyone = self._gradients.groups.everyone
         if everyone.size == 1:
             return is_sound
+        unsound = torch.tensor([float(not is_sound)])
+        if self._gradients.coded is not None:  # its state must not see numbers that are not finite
+            everyone.sum_([unsound])
+            learns = learns and not unsound
         if learns:
             for master in self.masters.values():
                 if master.grad is None:
                     master.grad = torch.zeros_like(master)
             self._gradients.complete(self._found(), self._sums or self._gradients.early(self.masters))
-        unsound = torch.tensor([float(not is_sound)])
-        everyone.sum_([unsound])
+        if self._gradients.coded is None:
+            everyone.sum_([unsound])
         return not unsound
 
     def step(self) -> float:
@@ -141,6 +147,10 @@ class Optimizer:
             self.steps += 1
         return length
 
+    def link_metrics(self) -> dict[str, Metric]:
+        """Return the metrics of the last sum over ranks through a codec."""
+        return {} if self._gradients.coded is None else self._gradients.coded.metrics()
+
     @property
     def moved_bytes(self) -> int | None:
         """Bytes of the last step that crossed between host and device; None without offload."""
@@ -155,7 +165,8 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """Return the state to resume from, besides the weights, by ``kind/parameter name``.
 
-        It has the moments, masters wider than their weights, and the number of steps, without copies. For a
+        It has the moments, masters wider than their weights, the number of steps, and the state of a codec of
+        gradients, without copies. For a
         sharded parameter it has this rank's shard, by the name in the whole module.
         """
         tensors = {f"master/{name}": self._kept_master(name) for name in self._narrow}
@@ -163,6 +174,8 @@ class Optimizer:
             if name in self._adamw.state:
                 kept = self._adamw.state[name]
                 tensors |= {f"{kind}/{name}": kept[kind] for kind in ("step", *MOMENTS)}
+        if self._gradients.coded is not None:
+            tensors |= self._gradients.coded.state()
         return {_STEPS: torch.tensor(self.steps), **tensors}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -171,7 +184,11 @@ class Optimizer:
         Raises:
             TrainingError: the state is another module's.
         """
+        links = {name: each for name, each in tensors.items() if name.startswith(LINK)}
+        tensors = {name: each for name, each in tensors.items() if name not in links}
         self._check_state(tensors)
+        if self._gradients.coded is not None:
+            self._gradients.coded.load_state(links)
         with torch.no_grad():
             for name in self._narrow:
                 self._kept_master(name).copy_(tensors[f"master/{name}"])

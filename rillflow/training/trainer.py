@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from rillflow.errors import NotFiniteError
 from rillflow.models.routing import Routing
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
+from rillflow.sharding.codec import Codec, CodedSum
 from rillflow.sharding.module import Output, Parallel, first_said
 from rillflow.sharding.packed_rows import routes_of
 from rillflow.training.config import TrainConfig
@@ -71,6 +72,7 @@ class Trainer:
         config: the optimiser, and the division into micro-batches.
         total_steps: optimiser steps of the whole phase, for the schedule.
         parallel: this rank's part of the module, if it is split over ranks.
+        codec: encodes gradients that are summed over ranks; they hold the whole module.
 
     Example:
         trainer = Trainer(module, TrainConfig(lr=1e-4), total_steps=100)
@@ -84,6 +86,7 @@ class Trainer:
         *,
         total_steps: int,
         parallel: Parallel | None = None,
+        codec: Codec | None = None,
     ) -> None:
         self._parallel = parallel or Parallel.whole(module)
         self._ranks = self._parallel.groups.dp
@@ -93,7 +96,10 @@ class Trainer:
         self.scorer = Scorer(module, config, parallel=self._parallel)
         """Scorer of the present weights."""
         self.optimizer = Optimizer(
-            module, config, total_steps=total_steps, gradients=self._parallel.gradients
+            module,
+            config,
+            total_steps=total_steps,
+            gradients=replace(self._parallel.gradients, coded=CodedSum(codec) if codec else None),
         )
         """The optimiser, with its steps and its state for checkpoints."""
         self._recompute: AbstractContextManager[None] = nullcontext()
@@ -193,6 +199,7 @@ class Trainer:
             raise problem or NotFiniteError(_ELSEWHERE, why="all ranks apply the same update, or none does")
         routing.sum_(self._parallel.groups.everyone)  # not earlier: sums may have started in the last pass
         lr, norm = self.optimizer.lr, self.optimizer.step()
+        metrics |= self.optimizer.link_metrics()
         if self.optimizer.moved_bytes is not None:
             metrics["train/moved_bytes/mean"] = Mean(total=self.optimizer.moved_bytes, count=1)
         return {

@@ -1,0 +1,1 @@
+"""Codecs: how the tensors of an edge are written as bytes."""
