@@ -202,8 +202,7 @@ class Plugin:
     columns: Mapping[str, RowColumn] = field(default_factory=dict)
     """Further columns of every row that the policy samples, by name."""
     codecs: Callable[[Resolved], EdgeCodecs] | None = None
-    """Returns the codecs of a recipe's edges (``sharding/codec.py``); ranks receive them. One plugin may
-    bring them."""
+    """Returns the codecs of a recipe's edges (``sharding/codec.py``), which ranks receive."""
     environments: Mapping[str, Any] = field(default_factory=dict)
     """What the part ``environments`` takes, an ``EnvironmentAdapter`` to a library of environments, by the
     scheme of a source, such as ``verifiers:``."""

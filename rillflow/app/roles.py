@@ -21,13 +21,14 @@ from rillflow.app.facts import RecipeFacts
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
 from rillflow.app.plugin_sections import own_settings, sections_for_ranks
-from rillflow.app.plugins import brought, imported
+from rillflow.app.plugins import imported, installed
 from rillflow.app.resolved import Resolved
 from rillflow.app.role_table import EVAL_REWARD, Start
 from rillflow.app.row_writers import row_columns
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.weight_sync import WeightSync
+from rillflow.errors import ConfigError
 from rillflow.models.config import ModelConfig
 from rillflow.models.tokenizer import ModelInput
 from rillflow.placement.mesh import Mesh
@@ -37,7 +38,7 @@ from rillflow.roles.trained_role import TrainedRole
 from rillflow.rollout.config import RolloutConfig
 from rillflow.runs import layout
 from rillflow.runs.layout import checkpoint_folders
-from rillflow.sharding.codec import EdgeCodecs
+from rillflow.sharding.codec import Codec, EdgeCodecs
 from rillflow.sharding.layout import generation_mesh
 from rillflow.training.config import TrainConfig
 from rillflow.training.skipping import leave_out
@@ -332,6 +333,21 @@ def _world(resolved: Resolved, pool: str) -> int:
 
 
 def edge_codecs(resolved: Resolved) -> EdgeCodecs:
-    """Return the codecs that a plugin brings for a recipe; none without such a plugin."""
-    seam = brought(lambda plugin: {"codecs": plugin.codecs} if plugin.codecs else {}, "function")
-    return seam["codecs"](resolved) if seam else EdgeCodecs()
+    """Return the codecs that plugins bring for a recipe; none without such a plugin.
+
+    Raises:
+        ConfigError: two plugins bring one for the same edge.
+    """
+    codecs, owners = dict[str, Codec](), dict[str, str]()
+    for plugin, each in installed().items():
+        found = each.codecs(resolved) if each.codecs else EdgeCodecs()
+        for edge, codec in vars(found).items():
+            if codec is not None and edge in codecs:
+                raise ConfigError(
+                    f"the plugins {owners[edge]} and {plugin} both bring a codec of {edge}",
+                    why="the tensors of an edge are encoded once",
+                    fix="turn one of them off in the recipe",
+                )
+            if codec is not None:
+                codecs[edge], owners[edge] = codec, plugin
+    return EdgeCodecs(**codecs)

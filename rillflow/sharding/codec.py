@@ -85,8 +85,13 @@ class CodedSum:
 
         Args:
             ranks: the ranks; all pass tensors of equal names and shapes, in the same order.
-            tensors: tensors by name.
+            tensors: tensors by name. If a rank has a number that is not finite, they are summed as they are:
+                the step fails, and the states stay.
         """
+        is_finite = torch.tensor([all(bool(each.isfinite().all()) for each in tensors.values())])
+        if not bool(ranks.stack(is_finite).all()):
+            ranks.sum_([*tensors.values()])
+            return
         payloads = [
             self._codec.encode(each, self._states.setdefault(name, {})) for name, each in tensors.items()
         ]

@@ -230,6 +230,81 @@ def test_a_plugin_submits_the_calls_of_a_step(
         launch(both, quiet=True)
 
 
+CODECS_MODULE = """
+import torch
+
+SENT = []
+
+class Rounded:
+    def encode(self, tensor, state):
+        wanted = tensor + state.get("error", torch.zeros_like(tensor))
+        sent = wanted.bfloat16()
+        state["error"] = wanted - sent.float()
+        return sent.contiguous().flatten().view(torch.uint8)
+
+    def decode(self, payload, into, state):
+        into.copy_(payload.view(torch.bfloat16).view(into.shape))
+
+class Changed:
+    def encode(self, tensor, state):
+        new, old = tensor.flatten().view(torch.uint8), state.get("base")
+        state["base"] = new.clone()
+        places = torch.arange(len(new)) if old is None else (new != old).nonzero()[:, 0]
+        SENT.append(len(places))
+        return torch.cat([places.view(torch.uint8), new[places]])
+
+    def decode(self, payload, into, state):
+        count = len(payload) // 9
+        places = payload[: 8 * count].clone().view(torch.int64)
+        into.flatten().view(torch.uint8)[places] = payload[8 * count :]
+"""
+CODECS = """
+from rillflow.app.plugins import Plugin
+
+def codecs(resolved):
+    from codecs_of_test import Changed, Rounded
+    from rillflow.sharding.codec import EdgeCodecs
+
+    return EdgeCodecs(weights=Changed() if "EDGE" == "weights" else None,
+                      gradients=Rounded() if "EDGE" == "gradients" else None)
+
+PLUGIN = Plugin(codecs=codecs)
+"""
+
+
+def weights_of(run: Path) -> bytes:
+    newest = max((run / "checkpoints").iterdir())
+    return (newest / "policy" / "model.safetensors").read_bytes()
+
+
+def test_codecs_of_a_plugin_encode_weights_and_gradients(install: Install, tmp_path: Path) -> None:
+    (tmp_path / "site" / "codecs_of_test.py").write_text(CODECS_MODULE)
+    (tmp_path / "digits.py").write_text(
+        "def low(prompts, completions, **columns):\n"
+        "    return [float(sum(each < '5' for each in text)) for text in completions]\n"
+    )
+    pools = ("placement.pools={ main = 2, answers = 1 }", "placement.roles={ sampler = 'answers' }")
+
+    def trained(name: str, *settings: str) -> bytes:
+        words = (*pools, "placement.backend=inline", "algorithm.steps=4", f"run.dir={tmp_path / name}")
+        words = (*words, "reward.function=digits.py:low")
+        return weights_of(run(loaded(tmp_path, *words, *settings)))
+
+    plain = trained("plain")
+    install("sent", CODECS.replace("EDGE", "weights"))
+    assert trained("sent") == plain
+    sent = import_module("codecs_of_test").SENT
+    assert len(sent) > 4 and sent[0] > max(sent[-4:]) > 0
+    install("summed", CODECS.replace("EDGE", "gradients"))
+    whole = trained("whole")
+    assert whole != plain
+    trained("cut", "algorithm.steps=2", "policy.schedule=constant")
+    assert trained("cut") == whole, "a checkpoint has the codec's state"
+    install("again", CODECS.replace("EDGE", "weights"))
+    with pytest.raises(ConfigError, match="the plugins again and sent both bring a codec of weights"):
+        trained("twice")
+
+
 RAISING = """
 from rillflow.app.plugins import Plugin
 
