@@ -38,7 +38,7 @@ from rillflow.roles.trained_role import TrainedRole
 from rillflow.rollout.config import RolloutConfig
 from rillflow.runs import layout
 from rillflow.runs.layout import checkpoint_folders
-from rillflow.sharding.codec import Codec, EdgeCodecs
+from rillflow.sharding.codec import EdgeCodecs
 from rillflow.sharding.layout import generation_mesh
 from rillflow.training.config import TrainConfig
 from rillflow.training.skipping import leave_out
@@ -338,7 +338,7 @@ def edge_codecs(resolved: Resolved) -> EdgeCodecs:
     Raises:
         ConfigError: two plugins bring one for the same edge.
     """
-    codecs, owners = dict[str, Codec](), dict[str, str]()
+    codecs, owners = dict[str, Any](), dict[str, str]()
     for plugin, each in installed().items():
         found = each.codecs(resolved) if each.codecs else EdgeCodecs()
         for edge, codec in vars(found).items():

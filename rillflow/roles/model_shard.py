@@ -21,7 +21,7 @@ from rillflow.models.language_model import LoadedModel, Model
 from rillflow.models.lazy_weights import Index, Source, fill
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement, Split
-from rillflow.sharding.codec import LINK
+from rillflow.sharding.codec import LINK, CutCodec
 from rillflow.sharding.layout import Layout, Weight, local_shape, logical_weights, training_layout
 from rillflow.sharding.mesh import RankGroups, rank_groups
 from rillflow.sharding.module import Parallel
@@ -84,6 +84,11 @@ class ModelShard(Generic[Model]):
         if is_unread:
             share._read(share._together(beside))
         return share
+
+    def compress(self, codec: CutCodec | None) -> None:
+        """Let the stages of its pipeline, if it has one, send through a codec."""
+        if self.parallel.pipeline is not None:
+            self.parallel.pipeline.codec = codec
 
     @property
     def groups(self) -> RankGroups:

@@ -289,6 +289,7 @@ class Reference(StatefulRole):
         self, share: ModelShard[LanguageModel], setting: RoleSetting, within: EarlierAdapter | None = None
     ) -> None:
         super().__init__()
+        share.compress(setting.codecs.activations)
         assert setting.model is not None and setting.model.path is not None, (
             "a reference is a copy of the policy"
         )

@@ -114,8 +114,7 @@ class RoleSetting:
     @property
     def training(self) -> Training:
         """Settings of its training before the first phase begins."""
-        codec = self.codecs.gradients
-        return Training(config=self.train, seed=self.seed, version=self.version, codec=codec)
+        return Training(config=self.train, seed=self.seed, version=self.version, codecs=self.codecs)
 
     @property
     def _known(self) -> ModelInput:

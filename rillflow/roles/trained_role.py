@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic
 
@@ -23,7 +23,7 @@ from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.saving import Saving
 from rillflow.runs.durable import flush, publish_folder, write_error
-from rillflow.sharding.codec import Codec
+from rillflow.sharding.codec import EdgeCodecs
 from rillflow.sharding.pipeline_runner import PipelineRunner
 from rillflow.sharding.sharded_file import WRITE, together
 from rillflow.training.config import PassesConfig, TrainConfig
@@ -48,8 +48,8 @@ class Training:
     """Optimiser steps of the phase, for the schedule."""
     version: int = 0
     """Number of publishes, or of training calls, so far."""
-    codec: Codec | None = None
-    """Codec of gradients that are summed over ranks."""
+    codecs: EdgeCodecs = field(default_factory=EdgeCodecs)
+    """Codecs of gradients that are summed over ranks, and of activations."""
 
 
 class StatefulRole:
@@ -92,7 +92,8 @@ class TrainedRole(StatefulRole, Pipelined, Generic[Model]):
         self.version = training.version
         self._name, self._seed = name.replace(" ", "_"), training.seed
         self._config, self._updates = training.config, training.updates
-        self._codec = training.codec
+        self._codec = training.codecs.gradients
+        share.compress(training.codecs.activations)
         self._scorer = Scorer(share.model.module, training.config, parallel=share.parallel)
         self._trainer: Trainer | None = None
 

@@ -5,6 +5,7 @@
 
     weights      trainer to sampler, on ranks of its own: one state for each bucket and receiver
     gradients    the sum over data-parallel ranks: one state for each parameter; checkpoints hold it
+    activations  between two pipeline stages, forward and backward: a CutCodec, which is differentiable
 
 ``Plugin.codecs`` returns the ``EdgeCodecs`` of a recipe, which are sent to every rank.
 """
@@ -57,6 +58,33 @@ class Codec(Protocol):
         """
 
 
+class CutCodec(Protocol):
+    """Compresses the hidden states that cross a cut between two pipeline stages.
+
+    Gradients go back through the same functions, so a stage sends only the gradients of what it received.
+    Legend: U packed tokens, D hidden size.
+    """
+
+    def compress(self, state: Tensor, cut: int) -> tuple[Tensor, ...]:
+        """Return what is sent: floating-point tensors, which have a gradient, and integers.
+
+        Their shapes and dtypes depend on the shape and dtype of ``state`` alone.
+
+        Args:
+            state: hidden states [1, U, D], perhaps on the meta device.
+            cut: index of the stage before the cut.
+        """
+
+    def expand(self, sent: tuple[Tensor, ...], width: int, cut: int) -> Tensor:
+        """Return hidden states [1, U, D].
+
+        Args:
+            sent: what ``compress`` returned.
+            width: D.
+            cut: index of the stage before the cut.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class EdgeCodecs:
     """The codecs of a run; None sends an edge's tensors as they are."""
@@ -65,6 +93,8 @@ class EdgeCodecs:
     """Codec of published weights; exact, since digests are compared."""
     gradients: Codec | None = None
     """Codec of gradients that are summed over data-parallel ranks."""
+    activations: CutCodec | None = None
+    """Codec of hidden states between pipeline stages, in training and in scoring."""
 
 
 class CodedSum:

@@ -35,6 +35,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from rillflow.errors import ModelError
 from rillflow.models.architecture import relative_difference, trial
+from rillflow.sharding.codec import CutCodec
 from rillflow.sharding.packed_rows import Reading
 from rillflow.sharding.pass_times import PassClock
 from rillflow.workers.collectives import ProcessRanks
@@ -254,6 +255,7 @@ def run_pipeline(
     *,
     is_descending: bool = False,
     clock: PassClock | None = None,
+    codec: CutCodec | None = None,
 ) -> list[Reading]:
     """Run all micro-batches forward, and backward if ``after`` is given.
 
@@ -266,6 +268,7 @@ def run_pipeline(
         after: called after every backward pass.
         is_descending: whether the first stage is on the last rank.
         clock: receives the times of the passes.
+        codec: compresses what the stages send; None sends hidden states as they are.
 
     Returns:
         The readings as they were run, padded.
@@ -280,14 +283,15 @@ def run_pipeline(
     # Only shapes are needed, so meta tensors avoid a pass to infer them.
     width = int(module.config.get_text_config().hidden_size)
     state = torch.empty(1, longest, width, dtype=module.dtype, device="meta", requires_grad=trains)
+    crossing = _Crossing(codec=codec, stage=index, width=width)
     share = torch.empty((), device="meta", requires_grad=trains)
     stage = _Stage(
-        _Step(part, filled, finish if last else None),
+        _Step(part, filled, finish if last else None, crossing, is_last=last),
         index,
         ranks.size,
         module.device,
-        input_args=torch.empty(1, dtype=torch.int64, device="meta") if first else state,
-        output_args=share if last else state,
+        input_args=torch.empty(1, dtype=torch.int64, device="meta") if first else crossing.shapes(state, -1),
+        output_args=share if last else crossing.shapes(state, 0),
         group=ranks.group,
     )
     stage.after, stage.clock = after, clock
@@ -305,23 +309,59 @@ def run_pipeline(
     return filled
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Crossing:
+    """The cuts before and after one stage."""
+
+    codec: CutCodec | None
+    """See ``run_pipeline``."""
+    stage: int
+    """Index of the stage."""
+    width: int
+    """Hidden size."""
+
+    def left(self, state: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return what the stage sends forward for its hidden states."""
+        return state if self.codec is None else self.codec.compress(state, self.stage)
+
+    def arrived(self, sent: tuple[Tensor, ...]) -> Tensor:
+        """Return the hidden states of what the stage received."""
+        return sent[0] if self.codec is None else self.codec.expand(sent, self.width, self.stage - 1)
+
+    def shapes(self, state: Tensor, cut: int) -> Tensor | tuple[Tensor, ...]:
+        """Return meta tensors of what crosses the cut before (-1) or after (0) the stage."""
+        if self.codec is None:
+            return state
+        sent = self.codec.compress(state.detach(), self.stage + cut)
+        return tuple(each.requires_grad_(state.requires_grad and each.is_floating_point()) for each in sent)
+
+
 class _Step(nn.Module):
     """Module called by torch's stage, with a micro-batch's number."""
 
-    def __init__(self, part: nn.Module, readings: Sequence[Reading], finish: NumberedShare | None) -> None:
+    def __init__(
+        self,
+        part: nn.Module,
+        readings: Sequence[Reading],
+        finish: NumberedShare | None,
+        crossing: _Crossing,
+        *,
+        is_last: bool,
+    ) -> None:
         super().__init__()
+        self._crossing, self._is_last = crossing, is_last
         self.part = part
         self._readings = readings
         self._finish = finish
 
-    def forward(self, given: Tensor, number: Tensor | None = None) -> Tensor:
-        """Return the next stage's hidden states, or the loss's share; ``given`` is a number on the first."""
-        index = int(given if number is None else number)
+    def forward(self, *given: Tensor, number: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        """Return what the next stage gets, or the loss's share; ``given`` is a number on the first stage."""
+        index = int(given[0] if number is None else number)
         reading = self._readings[index]
-        state = None if number is None else given
+        state = None if number is None else self._crossing.arrived(given)
         read = None if self._finish is None else partial(self._finish, index)
         output: Tensor = self.part(state, reading.inputs, reading.wanted, read)
-        return output
+        return output if self._is_last else self._crossing.left(output)
 
 
 class _Stage(PipelineStage):

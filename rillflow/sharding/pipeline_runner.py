@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rillflow.sharding.codec import CutCodec
 from rillflow.sharding.mesh import RankGroups, require_processes
 from rillflow.sharding.packed_rows import Reading
 from rillflow.sharding.pass_times import PassClock
@@ -57,6 +58,8 @@ class PipelinePass:
     """Called after every backward pass."""
     is_descending: bool = False
     """Whether the first stage is on the last rank."""
+    codec: CutCodec | None = None
+    """Compresses what the stages send."""
 
     @property
     def longest(self) -> int:
@@ -76,6 +79,7 @@ class PipelinePass:
                 self.after,
                 is_descending=self.is_descending,
                 clock=clock,
+                codec=self.codec,
             )
         return RanPasses(readings=readings, passes=clock.passes())
 
@@ -93,6 +97,8 @@ class PipelineRunner:
         self.groups, self._module, self._part = groups, module, part
         self.run_passes: Callable[[PipelinePass], RanPasses] = PipelinePass.run_alone
         """Runs micro-batches with backward passes; a plugin may set another function on every rank."""
+        self.codec: CutCodec | None = None
+        """Compresses what the stages send, in training and in scoring."""
         self._runs: list[PipelineRun] = []
 
     def run(
@@ -102,7 +108,13 @@ class PipelineRunner:
         ranks, is_descending = require_processes(self.groups.pp), self.groups.is_descending
         if after is None:
             return run_pipeline(
-                ranks, self._module, self._part, readings, finish, is_descending=is_descending
+                ranks,
+                self._module,
+                self._part,
+                readings,
+                finish,
+                is_descending=is_descending,
+                codec=self.codec,
             )
         ran = self.run_passes(
             PipelinePass(
@@ -113,6 +125,7 @@ class PipelineRunner:
                 finish=finish,
                 after=after,
                 is_descending=is_descending,
+                codec=self.codec,
             )
         )
         if len(self._runs) < KEPT_RUNS and self.groups.everyone.rank < RECORDED_RANKS:

@@ -29,6 +29,19 @@ class LinksConfig(Section):
         le=1,
         description="Share of a gradient's values that top_k, dct and sparse_loco send.",
     )
+    activations: Literal["dense", "top_k", "adatopk"] = Field(
+        "dense",
+        description="Codec of hidden states between pipeline stages: top_k keeps equally many values at "
+        "every cut, adatopk more where the link is faster.",
+    )
+    activation_ratio: float = Field(
+        10.0,
+        ge=1,
+        description="Hidden size over the values of a token that cross a cut, the slowest with adatopk.",
+    )
+    link_seconds: tuple[float, ...] = Field(
+        (), description="With adatopk, seconds that equal bytes take over the link of every cut, in order."
+    )
     lifespan: int = Field(
         100, ge=1, description="Optimiser steps between two computations of dct's threshold."
     )
