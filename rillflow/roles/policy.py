@@ -164,20 +164,22 @@ class Policy(TrainedRole[LanguageModel]):
         """
         self.weights.turn_to_training()
         terms = loss_terms({"loss": loss, "name": name, **options}, len(batches))
-        left, cut, ages = list(batches), [], dict[str, Metric]()
+        left, cut, beside = list(batches), [], dict[str, Metric]()
+        if isinstance(self.weights, SentWeights) and part[0] == 0:
+            beside |= self.weights.link_metrics()
         for term in terms:
             rows, left = joined(left[: term.count]), left[term.count :]
             if isinstance(passes, UpdateConfig):
                 behind = check_freshness(rows, self.version, passes.oldest)
                 if passes.oldest != 0 and len(behind):
-                    ages |= _ages(behind, passes.oldest)
+                    beside |= _ages(behind, passes.oldest)
                     versions = rows.ragged("versions")
                     rows = rows.with_fields(
                         versions_behind=versions.with_values(self.version - versions.values)
                     )
             cut.append(self._aims(rows, term, passes, part))
         if len(cut) == 1:
-            return _with(ages, [self.trainer.step(aim) for aim in cut[0]])
+            return _with(beside, [self.trainer.step(aim) for aim in cut[0]])
         whole = [aims for aims in map(list, cut) if aims]
         if len({len(aims) for aims in whole}) > 1:
             counts = [f"{len(aims)} of {aims[0].loss.name}" for aims in whole]
@@ -186,7 +188,7 @@ class Policy(TrainedRole[LanguageModel]):
                 why="every optimiser step takes one minibatch of each loss",
                 fix="lower algorithm.minibatches, or raise algorithm.prompts_per_step",
             )
-        return _with(ages, [self.trainer.step(*aims) for aims in zip(*whole, strict=True)])
+        return _with(beside, [self.trainer.step(*aims) for aims in zip(*whole, strict=True)])
 
     @endpoint(BROADCAST)
     def publish(self) -> int:
@@ -402,7 +404,7 @@ def _ages(behind: Tensor, bound: int | None) -> dict[str, Metric]:
     }
 
 
-def _with(ages: Mapping[str, Metric], steps: Sequence[Metrics]) -> dict[str, Metric]:
-    """Merge the metrics of optimiser steps and of their rows' ages; empty on a rank that reports none."""
+def _with(beside: Mapping[str, Metric], steps: Sequence[Metrics]) -> dict[str, Metric]:
+    """Merge the metrics of optimiser steps and further ones; empty on a rank that reports none."""
     found = merge_metrics(steps)
-    return found and {**found, **ages}
+    return found and {**found, **beside}

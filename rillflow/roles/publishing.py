@@ -25,6 +25,7 @@ from rillflow.models.language_model import LanguageModel
 from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
+from rillflow.records.metrics import Mean, Metric
 from rillflow.roles.model_shard import ModelShard, read_slices
 from rillflow.runs.abandoning import whole
 from rillflow.sharding.codec import Codec, State
@@ -176,9 +177,11 @@ class SentWeights(_End):
     def __init__(self, share: ModelShard[LanguageModel], codec: Codec | None = None) -> None:
         self._share, self._announced = share, Digests(version=-1, of={})
         self._codec, self._states = codec, defaultdict[tuple[int, int], State](dict)
+        self._sent_bytes, self._own_bytes = 0, 0
 
     def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
         """See SharedWeights."""
+        self._sent_bytes, self._own_bytes = 0, 0
         self._announced = replace(_announced(self._share, version, compared), canary=canary)
 
     def what_was_published(self) -> Digests:
@@ -201,8 +204,19 @@ class SentWeights(_End):
             dtype = self._plan.buckets[bucket].dtype
             for place, to in enumerate(receivers):
                 state = self._states[bucket, to]
+                self._own_bytes += packed[place].numel()
                 packed[place] = self._codec.encode(packed[place].view(dtype), state)
+                self._sent_bytes += packed[place].numel()
         return tuple(packed)
+
+    def link_metrics(self) -> dict[str, Metric]:
+        """Return the bytes that this rank sent through the codec for the last publish, and its weights'."""
+        if self._codec is None:
+            return {}
+        return {
+            "links/weight_sent_bytes/mean": Mean(total=self._sent_bytes, count=1),
+            "links/weight_bytes/mean": Mean(total=self._own_bytes, count=1),
+        }
 
 
 class ReceivedWeights(_End):
