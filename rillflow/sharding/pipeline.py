@@ -284,14 +284,13 @@ def run_pipeline(
     width = int(module.config.get_text_config().hidden_size)
     state = torch.empty(1, longest, width, dtype=module.dtype, device="meta", requires_grad=trains)
     crossing = _Crossing(codec=codec, stage=index, width=width)
-    share = torch.empty((), device="meta", requires_grad=trains)
     stage = _Stage(
         _Step(part, filled, finish if last else None, crossing, is_last=last),
         index,
         ranks.size,
         module.device,
-        input_args=torch.empty(1, dtype=torch.int64, device="meta") if first else crossing.shapes(state, -1),
-        output_args=share if last else crossing.shapes(state, 0),
+        input_args=_number() if first else crossing.shapes(state, -1),
+        output_args=state.new_empty((), requires_grad=trains) if last else crossing.shapes(state, 0),
         group=ranks.group,
     )
     stage.after, stage.clock = after, clock
@@ -301,12 +300,14 @@ def run_pipeline(
     few = not trains or count < ranks.size
     kind: type[PipelineScheduleSingle] = ScheduleGPipe if few else Schedule1F1B
     schedule = kind(stage, count, loss_fn=_share if trains else None, scale_grads=False)
-    target = numbers if last and trains else None
-    if first:
-        schedule.step(numbers, target=target, return_outputs=False)
-    else:
-        schedule.step(number=numbers, target=target, return_outputs=False)
+    given, named = ((numbers,), {}) if first else ((), {"number": numbers})
+    schedule.step(*given, target=numbers if last and trains else None, return_outputs=False, **named)
     return filled
+
+
+def _number() -> Tensor:
+    """Return the shape of a micro-batch's number."""
+    return torch.empty(1, dtype=torch.int64, device="meta")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ def _activations(resolved: Resolved, links: LinksConfig) -> Iterator[ConfigError
             f"{said}, and {sampled[0]} trains the policy's own samples",
             why="the sampler computes with whole hidden states, so its log probabilities would differ from "
             "the trainer's by more than rounding",
-            fix="use it for phases that train given rows, such as sft or dpo; or remove links.activations",
+            fix="use it for phases that train rows of the data, or remove links.activations",
         )
     if vars(recipe.placement).get("fused"):
         yield ConfigError(

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rillflow.app.plugin_sections import section_of
 from rillflow.app.plugins import Plugin
-from rillflow_links.config import LinksConfig
 
 if TYPE_CHECKING:
     from rillflow.app.resolved import Resolved
@@ -17,15 +15,9 @@ if TYPE_CHECKING:
 
 def codecs(resolved: Resolved) -> EdgeCodecs:
     """Return the codecs that a recipe's ``[links]`` names; an edge that is dense has none."""
-    from rillflow.sharding.codec import EdgeCodecs
-    from rillflow_links.codecs.registry import ACTIVATIONS, GRADIENTS, WEIGHTS
+    from rillflow_links.codecs.registry import codecs_of
 
-    links = section_of(resolved.recipe, "links", LinksConfig) or LinksConfig()
-    return EdgeCodecs(
-        weights=None if links.weights == "dense" else WEIGHTS[links.weights](links),
-        gradients=None if links.gradients == "dense" else GRADIENTS[links.gradients](links),
-        activations=None if links.activations == "dense" else ACTIVATIONS[links.activations](links),
-    )
+    return codecs_of(resolved)
 
 
 def needs(resolved: Resolved) -> Iterable[ConfigError]:

@@ -9,7 +9,7 @@ from rillflow.errors import WeightError
 from rillflow.sharding.codec import State
 
 
-class Dense:
+class DenseBytes:
     """A tensor's own bytes."""
 
     def encode(self, tensor: Tensor, state: State) -> Tensor:
