@@ -120,7 +120,7 @@ def measure(runner: Runner, files: Sequence[str], folder: Path) -> None:
     lines = runner.copy / "lines.json"
     lines.unlink(missing_ok=True)
     limit_s = next(limit for where, limit in CPU_LIMIT_S.items() if files[0].startswith(f"{where}/"))
-    limits = (f"--watch-cpu={limit_s}", f"--timeout={WALL_LIMIT_S}")
+    limits = (f"--watch-cpu={limit_s}", f"--watch-wall={WALL_LIMIT_S}", "--timeout=0")
     outcome = runner.run(files, 3600.0, f"--watch-lines={lines}", *limits)
     told = json.loads(lines.read_text()) if lines.exists() else {"own": {}, "children": {}}
     for file in files:

@@ -13,12 +13,17 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import coverage
 import pytest
 from coverage import Coverage, CoverageData
 from coverage.exceptions import CoverageException
 from studied import packages
+
+_COVERAGE = Path(coverage.__file__).parent
+_SIGNALS = {signal.ITIMER_PROF: signal.SIGPROF, signal.ITIMER_REAL: signal.SIGALRM}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,13 +31,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--watch-events", help="JSON lines of starts and outcomes")
     parser.addoption("--watch-lines", help="JSON of the lines that each test runs; slow")
     parser.addoption("--watch-cpu", type=float, default=0.0, help="processor seconds a test may take; 0: any")
+    parser.addoption("--watch-wall", type=float, default=0.0, help="seconds that a test may take; 0: any")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start watching before any import of the package."""
     if config.option.watch_events:
         watch = Watch(Path(config.option.watch_events), config.option.watch_lines, config.rootpath)
-        watch.limit_s = config.option.watch_cpu
+        watch.limit_s, watch.wall_s = config.option.watch_cpu, config.option.watch_wall
         config.pluginmanager.register(watch, "mutation-watch")
 
 
@@ -45,7 +51,7 @@ class Watch:
         self._root = root
         self._coverage: Any = None
         self._begun_s = 0.0
-        self.limit_s = 0.0
+        self.limit_s, self.wall_s = 0.0, 0.0
         if self._lines:
             self._coverage = Coverage(data_file=None, source=[*map(str, packages(root))], config_file=False)
             self._coverage.start()
@@ -61,9 +67,10 @@ class Watch:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._write(started=nodeid)
         self._begun_s = processor_s()
-        if self.limit_s:
-            signal.signal(signal.SIGPROF, stop_test)
-            signal.setitimer(signal.ITIMER_PROF, self.limit_s)
+        for timer, limit_s in ((signal.ITIMER_PROF, self.limit_s), (signal.ITIMER_REAL, self.wall_s)):
+            if limit_s:
+                signal.signal(_SIGNALS[timer], stop_test)
+                signal.setitimer(timer, limit_s)
         if self._coverage:
             self._coverage.switch_context(nodeid)
             os.environ["WATCH_TEST"] = nodeid
@@ -72,7 +79,8 @@ class Watch:
         self._write(test=nodeid(report), failed=report.failed)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        for timer in _SIGNALS if self.limit_s or self.wall_s else ():
+            signal.setitimer(timer, 0)
         self._write(finished=nodeid, seconds=processor_s() - self._begun_s)
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -93,9 +101,18 @@ def processor_s() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def stop_test(*_: object) -> None:
-    """Fail the running test because it exceeds its CPU limit."""
-    pytest.fail("takes more processor seconds than --watch-cpu allows", pytrace=False)
+def stop_test(number: int, frame: FrameType | None) -> None:
+    """Fail the running test because it exceeds a limit.
+
+    An error inside coverage would leave its lock taken, so there the signal comes again a little later.
+    """
+    while frame is not None:
+        if Path(frame.f_code.co_filename).parent == _COVERAGE:
+            timer = next(timer for timer, each in _SIGNALS.items() if each == number)
+            signal.setitimer(timer, 0.01)
+            return
+        frame = frame.f_back
+    pytest.fail("takes longer than --watch-cpu or --watch-wall allows", pytrace=False)
 
 
 def nodeid(report: Any) -> str:

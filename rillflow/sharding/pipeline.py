@@ -300,7 +300,8 @@ def run_pipeline(
     few = not trains or count < ranks.size
     kind: type[PipelineScheduleSingle] = ScheduleGPipe if few else Schedule1F1B
     schedule = kind(stage, count, loss_fn=_share if trains else None, scale_grads=False)
-    given, named = ((numbers,), {}) if first else ((), {"number": numbers})
+    given = (numbers,) if first else ()
+    named: dict[str, Any] = {} if first else {"number": numbers}
     schedule.step(*given, target=numbers if last and trains else None, return_outputs=False, **named)
     return filled
 
