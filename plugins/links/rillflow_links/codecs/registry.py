@@ -8,12 +8,23 @@ from rillflow.app.plugin_sections import section_of
 from rillflow.app.resolved import Resolved
 from rillflow.sharding.codec import Codec, CutCodec, EdgeCodecs
 from rillflow_links.codecs.cut_top_k import CutTopK, adapted
-from rillflow_links.codecs.dense import DenseBytes
+from rillflow_links.codecs.delta import Delta
+from rillflow_links.codecs.rounded import Cast, Int8
+from rillflow_links.codecs.sparse_loco import SparseLoco
+from rillflow_links.codecs.top_k import Dct, TopK
 from rillflow_links.config import LinksConfig
 
-WEIGHTS: Mapping[str, Callable[[LinksConfig], Codec]] = {"dense": lambda _: DenseBytes()}
+WEIGHTS: Mapping[str, Callable[[LinksConfig], Codec]] = {
+    "delta": lambda links: Delta(links.full_every),
+}
 """Codecs of published weights; all are exact."""
-GRADIENTS: Mapping[str, Callable[[LinksConfig], Codec]] = {"dense": lambda _: DenseBytes()}
+GRADIENTS: Mapping[str, Callable[[LinksConfig], Codec]] = {
+    "cast": lambda _: Cast(),
+    "int8": lambda _: Int8(),
+    "top_k": lambda links: TopK(links.share),
+    "dct": lambda links: Dct(links.share, links.lifespan),
+    "sparse_loco": lambda links: SparseLoco(links.share),
+}
 """Codecs of gradients."""
 ACTIVATIONS: Mapping[str, Callable[[LinksConfig], CutCodec]] = {
     "top_k": lambda links: CutTopK([links.activation_ratio]),
