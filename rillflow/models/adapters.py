@@ -232,9 +232,10 @@ def adapter_weights(module: Any, base: Source, adapter: AdapterSource, seed: int
 def drawn(name: str, kind: str, shape: torch.Size, seed: int) -> Tensor:
     """Return the first weights of an adapter's ``down`` or ``up``; they depend only on seed and name."""
     if kind == "up.weight":
-        return torch.zeros(shape)
+        return torch.zeros(shape, dtype=torch.float32)
     key = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:7])
-    return (2 * torch.rand(shape, generator=torch.Generator().manual_seed(key)) - 1) / math.sqrt(shape[1])
+    numbers = torch.rand(shape, generator=torch.Generator().manual_seed(key), dtype=torch.float32)
+    return (2 * numbers - 1) / math.sqrt(shape[1])
 
 
 def _held(directory: Path, module: Any) -> dict[str, Read]:

@@ -31,7 +31,8 @@ from rillflow.errors import ModelError
 from rillflow.models.directory_checks import unusable
 
 ALONE = threading.RLock()
-"""Lock of building or drawing a model: random generator and library settings are global."""
+"""Lock of building, drawing or reading a model: torch's generator and default dtype are global, and so are
+settings of libraries."""
 aten = torch.ops.aten
 _FILLS = {aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar}
 """Operations that overwrite a tensor completely."""
@@ -143,14 +144,15 @@ def fill(source: Source, wanted: Callable[[str], Iterable[tuple[Tensor, Index]]]
     Raises:
         ModelError: a file can no longer be read, or has non-finite numbers.
     """
-    for name, read in source():
-        for target, index in wanted(name):
-            try:
-                target.copy_(read(index))
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"the weight {name} cannot be read", why=str(error)) from error
-            if target.numel() and not torch.stack(torch.aminmax(target)).isfinite().all():
-                raise not_finite(name)
+    with ALONE:
+        for name, read in source():
+            for target, index in wanted(name):
+                try:
+                    target.copy_(read(index))
+                except (OSError, SafetensorError) as error:
+                    raise ModelError(f"the weight {name} cannot be read", why=str(error)) from error
+                if target.numel() and not torch.stack(torch.aminmax(target)).isfinite().all():
+                    raise not_finite(name)
 
 
 def not_finite(name: str) -> ModelError:

@@ -224,7 +224,7 @@ class _Rows:
         rows, columns = index or (slice(0, self._shape[0]), slice(None))
         count, wide = rows.stop - rows.start, len(range(*columns.indices(self._shape[1])))
         found = torch.empty(count, wide, dtype=self._form.dtype)
-        scale = torch.empty(count, self._scales)
+        scale = torch.empty(count, self._scales, dtype=torch.float32)
         size = max(1, _BLOCK // (self._shape[1] * self._form.packed))
         for start in range(rows.start, rows.stop, size):
             block = slice(start, min(start + size, rows.stop))

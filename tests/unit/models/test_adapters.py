@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import local_torch_dtype
 
 from rillflow.app.model_files import require_adapter_fits
 from rillflow.errors import ModelError
-from rillflow.models.adapters import adapted, is_adapter, merge, trained_beside
+from rillflow.models.adapters import adapted, drawn, is_adapter, merge, trained_beside
 from rillflow.models.config import AdapterConfig, ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, load_scalar_model, quiet, save_model
+from rillflow.models.lazy_weights import ALONE
 
 CPU = torch.device("cpu")
 KINDS = ["lora", "rslora", "dora"]
@@ -275,6 +279,36 @@ def test_a_setting_of_a_later_version_is_refused_unless_it_is_off(
     with pytest.raises(ModelError, match="has use_x = True") as refused:
         load(tmp_path / "saved")
     assert "does not know the setting" in refused.value.why
+
+
+@pytest.mark.parametrize("form", ["full", "int8"])
+def test_a_model_is_read_alike_while_another_thread_builds_a_narrow_one(
+    load: Callable[..., LanguageModel], form: str
+) -> None:
+    """Transformers changes torch's default dtype while it builds a bfloat16 model."""
+
+    def read() -> dict[str, Tensor]:
+        module = load(rank=3, base=form).module
+        return {name: each.detach() for name, each in module.named_parameters()}
+
+    alone, begun, end = read(), Event(), Event()
+
+    def build() -> None:
+        with ALONE, local_torch_dtype(torch.bfloat16):
+            begun.set()
+            end.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        building = pool.submit(build)
+        assert begun.wait(60)
+        reading = pool.submit(read)
+        wait([reading], 0.2)
+        end.set()
+        beside = reading.result(60)
+        building.result(60)
+    assert all(torch.equal(alone[name], beside[name]) for name in alone)
+    with local_torch_dtype(torch.bfloat16):
+        assert drawn("a", "down.weight", torch.Size([3, 5]), 0).dtype == torch.float32
 
 
 def test_an_adapter_for_another_base_is_refused(load: Callable[..., LanguageModel], tmp_path: Path) -> None:

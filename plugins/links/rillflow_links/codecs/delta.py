@@ -108,8 +108,6 @@ def _modulo(values: Integers, width: int) -> Integers:
 def _difference(new: Bits, base: Bits, number: int) -> Payload | None:
     """Return a difference, or None if the whole tensor is not larger."""
     places = np.flatnonzero(new != base)
-    if 2 * places.size > new.size:
-        return None
     width = new.dtype.itemsize
     steps = ordered(new[places]) - ordered(base[places])  # modulo 2^64 for 8 bytes
     steps = _modulo(steps, width)
