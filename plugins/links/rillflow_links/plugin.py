@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from rillflow.app.plugins import Plugin
 
 if TYPE_CHECKING:
+    from rillflow.app.any_recipe import AnyRecipe
+    from rillflow.app.check_report import Report
+    from rillflow.app.facts import RecipeFacts
     from rillflow.app.resolved import Resolved
     from rillflow.errors import ConfigError
     from rillflow.sharding.codec import EdgeCodecs
@@ -27,4 +30,15 @@ def needs(resolved: Resolved) -> Iterable[ConfigError]:
     return links_needs(resolved)
 
 
-PLUGIN = Plugin(sections={"links": "rillflow_links.config:LinksConfig"}, codecs=codecs, needs=needs)
+def look(facts: RecipeFacts | AnyRecipe, report: Report) -> None:
+    """Say how many bytes the codecs of a recipe send."""
+    from rillflow.app.facts import RecipeFacts
+    from rillflow_links.expected_bytes import look_at_links
+
+    if isinstance(facts, RecipeFacts):
+        look_at_links(facts, report)
+
+
+PLUGIN = Plugin(
+    sections={"links": "rillflow_links.config:LinksConfig"}, codecs=codecs, needs=needs, look=look
+)
