@@ -88,5 +88,6 @@ def _activations(resolved: Resolved, links: LinksConfig) -> Iterator[ConfigError
             yield ConfigError(
                 f"links.link_seconds is {shown(list(links.link_seconds))}, and the pipeline has {cuts} cuts",
                 why="adatopk compresses each cut by the time of its link, in seconds above 0",
-                fix=f"give {cuts} times, in the order of the stages",
+                fix=f"give {cuts} times, in the order of the stages; rillflow links RECIPE "
+                "--set links.activations=dense measures them",
             )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rillflow.app.plugins import Plugin
+from rillflow.app.plugins import SHIPPED, Command, Plugin
+from rillflow.cli.arguments import recipe_arguments
+from rillflow.cli.failure import DONE
 
 if TYPE_CHECKING:
     from rillflow.app.any_recipe import AnyRecipe
@@ -39,6 +42,20 @@ def look(facts: RecipeFacts | AnyRecipe, report: Report) -> None:
         look_at_links(facts, report)
 
 
+def measure(arguments: argparse.Namespace) -> int:
+    """``rillflow links``: measure the links between the ranks of a recipe."""
+    from rillflow.cli.commands import load
+    from rillflow_links.link_report import link_lines
+
+    for line in link_lines(load(arguments)):
+        print(line, flush=True)
+    return DONE
+
+
 PLUGIN = Plugin(
-    sections={"links": "rillflow_links.config:LinksConfig"}, codecs=codecs, needs=needs, look=look
+    commands={"links": Command(help=SHIPPED["links"]["links"], run=measure, add_arguments=recipe_arguments)},
+    sections={"links": "rillflow_links.config:LinksConfig"},
+    codecs=codecs,
+    needs=needs,
+    look=look,
 )
