@@ -6,8 +6,8 @@
 
     python benchmarks/links/delta.py --write benchmarks/results/link_delta.md    # 5 min
 
-The model has blocks of a decoder's shapes and learns random targets; its 2-dimensional weights have a standard
-deviation of 0.02. For a tensor of n elements, m of them changed, p = m / n, the bound is n H(p) + m H(steps)
+The model has a decoder's feed-forward blocks and learns random targets; its matrices have a standard deviation
+of 0.02. Every tensor has a payload of its own, with its header. For a tensor of n elements, m of them changed, p = m / n, the bound is n H(p) + m H(steps)
 bits: the positions as independent draws with probability p, and the empirical entropy of the differences of
 the ordered bit patterns. It assumes that elements are independent; correlated ones may take less.
 """
@@ -170,8 +170,9 @@ def page(rates: Sequence[float], steps: int, width: int, mebibytes: int) -> str:
     lines = [
         "# Exact differences of published weights",
         "",
-        f"`python benchmarks/links/delta.py --rates {' '.join(f'{each:g}' for each in rates)} --steps {steps} "
-        f"--width {width}`, one thread, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"`python benchmarks/links/delta.py --rates {' '.join(f'{each:g}' for each in rates)} "
+        f"--steps {steps} --width {width}`, one thread, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"zstandard {zstandard.__version__}. Bytes are means over {steps} publishes, headers included.",
         "",
         "| learning rate | changed | whole / sent | sent bytes | bound, bytes | sent / bound | "
@@ -183,8 +184,8 @@ def page(rates: Sequence[float], steps: int, width: int, mebibytes: int) -> str:
         print(lines[-1], flush=True)
     lines += [
         "",
-        "The bound of a tensor is n H(p) bits for the positions and m H(steps) for the values: n elements, m of "
-        "them changed, p = m / n, and the empirical entropy of the differences of the ordered bit patterns. "
+        "The bound of a tensor is n H(p) bits for the positions and m H(steps) for the values: n elements, "
+        "m of them changed, p = m / n, and the empirical entropy of the differences of the ordered bits. "
         "Naive is an int32 position and a bfloat16 value for each changed element.",
         "",
         f"## Seconds for 100 MB, from one bfloat16 tensor of {mebibytes} MiB, one round",
