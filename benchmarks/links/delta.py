@@ -6,10 +6,11 @@
 
     python benchmarks/links/delta.py --write benchmarks/results/link_delta.md    # 5 min
 
-The model has a decoder's feed-forward blocks and learns random targets; its matrices have a standard deviation
-of 0.02. Every tensor has a payload of its own, with its header. For a tensor of n elements, m of them changed, p = m / n, the bound is n H(p) + m H(steps)
-bits: the positions as independent draws with probability p, and the empirical entropy of the differences of
-the ordered bit patterns. It assumes that elements are independent; correlated ones may take less.
+The model has a decoder's feed-forward blocks and learns random targets; its matrices have a standard
+deviation of 0.02. Every tensor has a payload of its own, with its header. For a tensor of n elements, m of
+them changed, p = m / n, the bound is n H(p) + m H(steps) bits: the positions as independent draws with
+probability p, and the empirical entropy of the differences of the ordered bit patterns. It assumes that
+elements are independent; correlated ones may take less.
 """
 
 from __future__ import annotations
