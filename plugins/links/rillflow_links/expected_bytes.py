@@ -18,7 +18,8 @@ from rillflow_links.config import LinksConfig
 
 CHANGED = 0.01
 """Share of bfloat16 weights that an update at a learning rate of about 1e-6 changes (arXiv 2602.03839)."""
-_VALUE_BITS = {"top_k": 32.0, "dct": 32.0, "sparse_loco": 2.0}
+_VALUE_BITS = {"top_k": 9.0, "dct": 9.0, "sparse_loco": 2.0}
+"""Bits of a value; the exponents of the largest values take few."""
 _CHUNK_BITS = 64 / 4096
 """The two sizes of a chunk of sparse_loco."""
 

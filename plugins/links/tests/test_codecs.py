@@ -21,7 +21,10 @@ from rillflow_links.config import LinksConfig
 LINKS = LinksConfig(share=0.02, lifespan=3, full_every=100)
 CODECS: dict[str, Codec] = {name: make(LINKS) for name, make in {**WEIGHTS, **GRADIENTS}.items()}
 WITH_ERROR = ("top_k", "dct", "sparse_loco")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.uint8)
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn),
+    *(torch.int8, torch.int64, torch.uint8, torch.uint16),
+)
 every_codec = pytest.mark.parametrize("name", CODECS)
 shapes = st.sampled_from([(0,), (1,), (3, 5), (FEW - 1,), (FEW,), (33, 70), (4096,), (3, 5000)])
 
@@ -50,10 +53,10 @@ def test_what_is_decoded_has_the_shape_and_only_values_of_the_tensor(
         assert torch.equal(bits(into), bits(tensor))
     elif name in ("top_k", "dct") and tensor.numel() >= FEW:
         sent = into != 0
-        assert torch.equal(into[sent], tensor[sent])
+        assert torch.equal(into[sent], tensor[sent].bfloat16().float())
         assert int(sent.sum()) <= kept(LINKS.share, tensor.numel()), "also if most values are 0"
         left = tensor[~sent].abs().max() if bool((~sent).any()) else torch.tensor(0.0)
-        assert not bool(sent.any()) or bool(left <= into[sent].abs().min())
+        assert not bool(sent.any()) or bool(left <= into[sent].abs().min() * (1 + 2**-8))
     elif name == "sparse_loco" and tensor.numel() >= FEW:
         assert torch.equal(into.sign() * (into != 0), tensor.sign() * (into != 0))
     else:
@@ -202,7 +205,7 @@ def test_every_nth_tensor_is_whole() -> None:
     assert [size > 3000 for size in sizes] == [True, False, True, False, False, True, False]
 
 
-@pytest.mark.parametrize(("name", "least"), [("top_k", 20), ("dct", 20), ("sparse_loco", 90), ("int8", 3.9)])
+@pytest.mark.parametrize(("name", "least"), [("top_k", 75), ("dct", 75), ("sparse_loco", 150), ("int8", 3.9)])
 def test_gradients_take_few_bytes(name: str, least: float) -> None:
     make: Callable[[LinksConfig], Codec] = GRADIENTS[name]
     tensor = drawn((400_000,), 3)

@@ -37,7 +37,7 @@ from rillflow_links.codecs.sparse import (
 CODEC = 1
 Integers = npt.NDArray[np.int64]
 _WHOLE, _DIFFERENCE = 0, 1
-_CHECK = struct.Struct("<QI")
+_CHECK = struct.Struct("<I")
 MOST = 2**32
 """Largest number of elements of one tensor."""
 
@@ -112,7 +112,7 @@ def _difference(new: Bits, base: Bits, number: int) -> Payload | None:
     steps = ordered(new[places]) - ordered(base[places])  # modulo 2^64 for 8 bytes
     steps = _modulo(steps, width)
     streams = [*positions_to_streams(places), *integers_to_streams(steps, width)]
-    body = _CHECK.pack(places.size, zlib.crc32(new[places].tobytes())) + packed(streams)
+    body = _CHECK.pack(zlib.crc32(new[places].tobytes())) + packed(streams)
     if len(body) >= new.nbytes:
         return None
     return Payload(codec=CODEC, kind=_DIFFERENCE, body=body, number=number, base=number - 1)
@@ -123,12 +123,12 @@ def _added(given: Payload, base: Bits) -> Bits:
     width = base.dtype.itemsize
     if len(given.body) < _CHECK.size:
         raise damaged("its difference is cut off")
-    count, checksum = _CHECK.unpack_from(given.body)
+    (checksum,) = _CHECK.unpack_from(given.body)
     streams = unpacked(given.body[_CHECK.size :], POSITIONS + width)
     places = positions_of_streams(*streams[:POSITIONS])
-    if len(places) != count or (count and int(places[-1]) >= base.size):
+    if len(places) and int(places[-1]) >= base.size:
         raise damaged("its positions do not fit the tensor")
-    steps = integers_of_streams(streams[POSITIONS:], count)
+    steps = integers_of_streams(streams[POSITIONS:], len(places))
     wide = ordered(base[places]) + steps
     wide = _modulo(wide, width)
     changed = ordered(wide.astype(base.dtype)).astype(base.dtype)

@@ -21,13 +21,14 @@ from torch import Tensor
 from rillflow.errors import WeightError
 from rillflow_links.codecs.sparse import damaged
 
-_HEADER, _CHECKSUM = struct.Struct("<2sBBBxxxQQQ"), struct.Struct("<I")
+_HEADER, _CHECKSUM = struct.Struct("<2sBBBQII"), struct.Struct("<I")
 _MAGIC = b"RL"
 Bits = npt.NDArray[Any]
 """Bits of a tensor as signed integers of its width."""
 _DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64),
 )
 
 

@@ -11,7 +11,6 @@ of 4 to 8, which zstd codes within a few per cent of its entropy, by its Huffman
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +25,6 @@ LEVEL = 1
 POSITIONS = 4
 """Streams of positions."""
 _LONG = 255
-_LENGTH = struct.Struct("<II")
 
 
 def positions_to_streams(positions: npt.NDArray[np.int64]) -> list[Bytes]:
@@ -103,9 +101,8 @@ def packed(streams: Sequence[Bytes]) -> bytes:
     for stream in streams:
         own = stream.tobytes()
         small = coder.compress(own) if len(own) > 32 else own
-        is_smaller = len(small) < len(own)
-        chosen = small if is_smaller else own
-        parts += [_LENGTH.pack(len(own), len(chosen)), chosen]
+        chosen = small if len(small) < len(own) else own
+        parts += [_length(len(own)), _length(len(own) - len(chosen)), chosen]
     return b"".join(parts)
 
 
@@ -118,18 +115,36 @@ def unpacked(data: bytes, count: int) -> list[Bytes]:
     coder, streams, start = zstandard.ZstdDecompressor(), list[Bytes](), 0
     try:
         for _ in range(count):
-            length, size = _LENGTH.unpack_from(data, start)
-            part = data[start + _LENGTH.size : start + _LENGTH.size + size]
-            start += _LENGTH.size + size
-            own = part if size == length else coder.decompress(part, max_output_size=length)
-            if len(part) != size or len(own) != length:
+            length, start = _read_length(data, start)
+            saved, start = _read_length(data, start)
+            part = data[start : start + length - saved]
+            start += length - saved
+            own = coder.decompress(part, max_output_size=length) if saved else part
+            if len(own) != length:
                 raise damaged("a stream is cut off")
             streams.append(np.frombuffer(own, np.uint8))
-    except (struct.error, zstandard.ZstdError) as error:
+    except (IndexError, zstandard.ZstdError) as error:
         raise damaged(str(error)) from None
     if start != len(data):
         raise damaged(f"{len(data) - start} bytes follow its end")
     return streams
+
+
+def _length(value: int) -> bytes:
+    """Return a length in groups of 7 bits, the lowest first."""
+    groups = bytearray()
+    while value > 127:
+        groups.append(value % 128 + 128)
+        value //= 128
+    return bytes([*groups, value])
+
+
+def _read_length(data: bytes, start: int) -> tuple[int, int]:
+    """Return a length, and the place after it."""
+    value, shift = 0, 0
+    while data[start] > 127:
+        value, shift, start = value + ((data[start] - 128) << shift), shift + 7, start + 1
+    return value + (data[start] << shift), start + 1
 
 
 def damaged(why: str) -> WeightError:

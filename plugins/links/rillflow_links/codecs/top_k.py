@@ -1,7 +1,7 @@
 """Top-k and DCT: the largest values of a gradient, with error feedback.
 
-    tensor + error ─ largest values ─> positions, values as float32 ─> payload
-                   └ the others ─────> error, which the next tensor is added to
+    tensor + error ─ largest values ─> positions, values as bfloat16 ─> payload
+                   └ the others, and what rounding loses ─> error, which the next tensor is added to
 
 TopK sends exactly k values, fewer if there are not k that differ from 0. Dct (arXiv 2010.08899) sends all
 values from a threshold on. The threshold is the k-th largest value of the first tensor, and is computed again
@@ -50,10 +50,10 @@ class TopK:
             return Payload(codec=self._number, kind=_WHOLE, body=body).bytes_of(tensor)
         wanted = with_error(tensor, state)
         places = self._chosen(wanted, state)
-        values = wanted[places]
-        keep_error(wanted, places, values, state)
-        streams = positions_to_streams(places.numpy())
-        body = packed([*streams, np.frombuffer(bytes_of(values), np.uint8)])
+        values = wanted[places].bfloat16()
+        keep_error(wanted, places, values.float(), state)
+        halves = np.frombuffer(bytes_of(values), np.uint8).reshape(-1, 2)
+        body = packed([*positions_to_streams(places.numpy()), halves[:, 0], halves[:, 1]])
         return Payload(codec=self._number, kind=_SPARSE, body=body).bytes_of(tensor)
 
     def decode(self, payload: Tensor, into: Tensor, state: State) -> None:
@@ -66,8 +66,11 @@ class TopK:
                 raise damaged(f"{values.numel():,} of {into.numel():,} values arrived")
             into.copy_(values.view(into.shape))
             return
-        *streams, last = unpacked(given.body, POSITIONS + 1)
-        scatter(positions_of_streams(*streams), floats(last.tobytes(), torch.float32), into)
+        *streams, low, high = unpacked(given.body, POSITIONS + 2)
+        if low.size != high.size:
+            raise damaged("its values are not whole")
+        values = floats(np.stack([low, high], 1).tobytes(), torch.bfloat16)
+        scatter(positions_of_streams(*streams), values.float(), into)
 
     def _chosen(self, wanted: Tensor, state: State) -> Tensor:
         """Return the ascending positions [K] of the values that are sent."""
