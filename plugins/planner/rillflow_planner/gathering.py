@@ -233,7 +233,7 @@ def _tail(problem: Problem, sampler: Seat, decoder: Decoder, scoring_s: float) -
     @cache
     def token_s(rows: int) -> float:
         running = min(rows, slots)
-        return decoder.token_s(running, running * workload.running_tokens) * rows / running
+        return float(decoder.token_s(running, running * workload.running_tokens) * rows / running)
 
     setting = Setting(problem=problem, shape=sampler.unit.shape, fleet=fleet)
     links, moved = setting.links, workload.prompt.mean + workload.response.quantile(LATE)

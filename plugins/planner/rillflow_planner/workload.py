@@ -22,6 +22,10 @@ MOST_TOKENS = 100_000_000
 _MOST_ROWS = 1_000_000_000
 MOST_ROWS = 2**18
 """Largest number of rows of a step."""
+BLOCK = 16
+"""Number of steps whose rows are drawn together."""
+RESPONSES, PROMPTS = range(1, 3)
+"""Streams of random numbers."""
 _NORMAL = NormalDist()
 _BOUNDS = {
     "prompts": ("--prompts (algorithm.prompts_per_step)", 1, _MOST_ROWS),
@@ -147,6 +151,31 @@ def require_within(what: str, value: float, least: float, most: float, told: str
 def _quantiles(lengths: Lengths, parts: int, rows: int) -> NDArray[np.float64]:
     """Return [parts] equally likely lengths of the longest of ``rows`` rows, ascending."""
     return np.array([lengths.quantile(((place + 0.5) / parts) ** (1.0 / rows)) for place in range(parts)])
+
+
+@lru_cache(maxsize=64)
+def drawn(
+    lengths: Lengths, block: int, *, seed: int, size: int, count: int, kept: int, stream: int = RESPONSES
+) -> list[list[int]]:
+    """Return the lengths of a block of ``size`` prompts, ``[count][size]``, at least 1 each.
+
+    (seed, stream), block ─ Philox ─> orders ─> shares between 0 and 1 ─ quantiles ─> lengths
+
+    A row has the same length for any ``count``. The first ``kept`` rows of a block's prompts lie at the
+    midpoints of equal parts of the distribution (stratified sampling). The longest rows determine the time of
+    a step; with independent draws of a few rows, their number would vary too much.
+
+    Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    if known := lengths.in_order:
+        first = block * size * count
+        rows = [max(known[place % len(known)], 1) for place in range(first, first + size * count)]
+        return [rows[sample::count] for sample in range(count)]
+    key, counter = (np.array(part, dtype=np.uint64) for part in ([seed % 2**64, stream], [0, block, 0, 0]))
+    generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
+    quantiles = np.maximum(_quantiles(lengths, size * kept, 1).round(), 1).astype(int)
+    orders = (generator.permutation(size) * kept + sample % kept for sample in range(count))
+    return [quantiles[order].tolist() for order in orders]
 
 
 @dataclass(frozen=True, kw_only=True)

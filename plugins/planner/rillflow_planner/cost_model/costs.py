@@ -34,6 +34,7 @@ from rillflow_planner.cost_model.options import (
     stage_layers,
     undominated,
 )
+from rillflow_planner.cost_model.turns import MOST_ROWS, turns_s
 from rillflow_planner.problem import Problem, Unit, Work
 
 _GROUPS = 256
@@ -173,17 +174,22 @@ class CostModel:
     def _batch_s(self, rows: int, decoder: Decoder, *, longest_of: int, is_busiest: bool = False) -> float:
         """Return the seconds until a replica's rows end; the last is the longest of ``longest_of`` rows.
 
-        The busiest replica also has more tokens than others, unless the lengths of all rows are known.
+        The busiest replica also has more tokens than others, unless the lengths of all rows are known. Up to
+        ``MOST_ROWS`` rows are drawn as in the simulator.
         """
         workload, count = self._problem.workload, math.ceil(rows / decoder.replicas)
         lengths = generation.replica_lengths(workload.response, count, longest_of)
         slots = generation.at_once(workload, decoder, lengths)
         batch = (rows, longest_of, is_busiest, replace(decoder, capacity_tokens=0), slots)
         if batch not in self._batches_s:
-            if is_busiest and not workload.response.in_order:
-                lengths = generation.busiest_lengths(workload.response, lengths, decoder.replicas)
-            drained_s = generation.drain_s(workload, decoder, lengths, slots)
-            self._batches_s[batch] = self._begun_s(rows, decoder) + drained_s
+            if rows <= MOST_ROWS:
+                spent_s = turns_s(workload, decoder, rows, slots)
+                seconds = float((spent_s.max(axis=1) if longest_of >= rows else spent_s).mean())
+            else:
+                if is_busiest and not workload.response.in_order:
+                    lengths = generation.busiest_lengths(workload.response, lengths, decoder.replicas)
+                seconds = generation.drain_s(workload, decoder, lengths, slots) + self._begun_s(rows, decoder)
+            self._batches_s[batch] = seconds
         return self._batches_s[batch]
 
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:

@@ -11,11 +11,11 @@ rows ─ replicas ─> rows of one replica, including the longest of all rows
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 from statistics import NormalDist
 from typing import Any
 
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from rillflow.placement.grid import Numbers
 from rillflow_planner.cost_model.compute import Setting, touched_s
 from rillflow_planner.cost_model.links import all_reduce_s
+from rillflow_planner.cost_model.turns import begins_in_turn
 from rillflow_planner.workload import Lengths, Workload
 
 SEGMENTS = 96
@@ -79,20 +80,22 @@ class Decoder:
         if rows <= 0 or tokens <= 0:
             return 0.0
         context = context_tokens + rows * tokens / 2
-        return tokens * self.token_s(rows, context)
+        return float(tokens * self.token_s(rows, context))
 
-    def token_s(self, rows: float, context_tokens: float) -> float:
+    def token_s(self, rows: Numbers, context_tokens: Numbers) -> Numbers:
         """Return the seconds of one token of every running row: the larger of reads and computation.
+
+        Arguments may be arrays.
 
         ``max(weights + cache, products + attention) + launches + collectives``, plus reads that do not
         overlap. A mixture reads the experts that at least one of the rows chose.
         """
-        chosen = 1.0 - math.pow(self.missed_share, rows)
+        chosen = 1.0 - self.missed_share**rows
         read_s = self.trunk_s + chosen * self.experts_s + context_tokens * self.cache_s
         compute_s = rows * self.row_s + context_tokens * self.pair_s
         waited_s = (1.0 - self.hidden) * read_s
-        pass_s = max(self.hidden * read_s, compute_s) + waited_s + self.launch_s + rows * self.link_s
-        return pass_s / self.tokens_per_pass
+        longer_s = (self.hidden * read_s + compute_s + abs(self.hidden * read_s - compute_s)) / 2
+        return (longer_s + waited_s + self.launch_s + rows * self.link_s) / self.tokens_per_pass
 
     def prefill_s(self, tokens: float) -> float:
         """Return the seconds to prefill prompts of ``tokens`` in total."""
@@ -237,13 +240,9 @@ def _ends_in_turn(lengths: bytes, slots: int) -> tuple[float, ...]:
     that run after that. Rows begin in an order that mixes long and short ones: strides of the golden section.
     """
     known = np.frombuffer(lengths)
-    order = np.argsort((np.arange(len(known)) * 0.6180339887498949) % 1.0, kind="stable")
-    mixed = known[order].tolist()
-    running, last = mixed[:slots], 0.0
-    heapq.heapify(running)
-    for length in mixed[slots:]:
-        last = heapq.heapreplace(running, running[0] + length)
-    return (last, *sorted(running))
+    mixed = known[np.argsort((np.arange(len(known)) * 0.6180339887498949) % 1.0, kind="stable")].tolist()
+    begins = begins_in_turn(mixed, slots)
+    return (begins[-1], *sorted(map(add, begins, mixed))[-slots:])
 
 
 def _drain_all_s(workload: Workload, decoder: Decoder, ends: NDArray[Any], begun: float) -> float:

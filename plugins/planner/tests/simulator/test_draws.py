@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow_planner.simulator.draws import BLOCK, Row, rows_of
+from rillflow_planner.simulator.draws import Row, rows_of
 from rillflow_planner.simulator.layout import Layout
-from rillflow_planner.workload import Lengths, Workload
+from rillflow_planner.workload import BLOCK, Lengths, Workload
 
 LOGNORMAL = Lengths(kind="lognormal", limit=8192, median=800, sigma=1.0)
 
