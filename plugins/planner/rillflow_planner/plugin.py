@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rillflow.app.plugins import SHIPPED, Command, Plugin
+from rillflow.app.plugins import SHIPPED, Command, Plugin, missing
 from rillflow.cli.arguments import recipe_arguments
 from rillflow.cli.failure import DONE
 
@@ -32,8 +32,14 @@ def later(name: str) -> Callable[[argparse.Namespace], int]:
 
     def run(arguments: argparse.Namespace) -> int:
         from rillflow.runs import durable
-        from rillflow_planner import planning
 
+        try:
+            from rillflow_planner import planning
+        except ModuleNotFoundError as error:
+            package, *part = (error.name or "").split(".")
+            if package != "rillflow_parts" or not part:
+                raise
+            raise missing(f"rillflow {name}", part[0]) from error
         answers = {"plan": planning.plan, "simulate": planning.simulate, "calibrate": planning.calibrate}
         answer = answers[name](arguments)
         for option, text in answer.files.items():

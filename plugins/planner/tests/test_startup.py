@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+import rillflow_planner
+from rillflow.cli.main import main
 from tests.architecture.test_startup import imported_by
 
 ROOT = Path(__file__).parents[3]
@@ -46,3 +49,17 @@ def test_help_with_the_planner_imports_nothing_heavy() -> None:
     code = "from rillflow.cli.main import main\ntry: main(['plan', '--help'])\nexcept SystemExit: pass"
     there = imported_by(code)
     assert "rillflow_planner.plugin" in there and there & {"torch", "transformers", "ray", "numpy"} == set()
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "calibrate"])
+def test_a_missing_part_is_named_with_its_installation(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "rillflow_planner.planning", raising=False)
+    monkeypatch.delattr(rillflow_planner, "planning", raising=False)
+    monkeypatch.setitem(sys.modules, "rillflow_parts.fusion.alignment", None)
+    plan = ["--plan", "plan.toml", "--cluster", "cluster.toml"]
+    words = {"plan": SHORT, "simulate": ["run.toml", *plan], "calibrate": [str(tmp_path)]}[command]
+    assert main([command, *words]) == 2
+    told = capsys.readouterr().err
+    assert f"rillflow {command} needs the part fusion" in told and "pip install" in told
