@@ -175,16 +175,16 @@ class CostModel:
         """Return the seconds until a replica's rows end; the last is the longest of ``longest_of`` rows.
 
         The busiest replica also has more tokens than others, unless the lengths of all rows are known. Up to
-        ``MOST_ROWS`` rows are drawn as in the simulator.
+        ``MOST_ROWS`` rows are drawn as in the simulator, unless generation runs ahead.
         """
         workload, count = self._problem.workload, math.ceil(rows / decoder.replicas)
         lengths = generation.replica_lengths(workload.response, count, longest_of)
         slots = generation.at_once(workload, decoder, lengths)
         batch = (rows, longest_of, is_busiest, replace(decoder, capacity_tokens=0), slots)
         if batch not in self._batches_s:
-            if rows <= MOST_ROWS:
+            if rows <= MOST_ROWS and not self._problem.freshness:
                 spent_s = turns_s(workload, decoder, rows, slots)
-                seconds = float((spent_s.max(axis=1) if longest_of >= rows else spent_s).mean())
+                seconds = float((spent_s.max(axis=1) if longest_of == rows else spent_s).mean())
             else:
                 if is_busiest and not workload.response.in_order:
                     lengths = generation.busiest_lengths(workload.response, lengths, decoder.replicas)
