@@ -4,7 +4,7 @@
 
     python benchmarks/links/gradients.py
 
-Digits are scikit-learn's (1,797 of 8 x 8), four fifths for training; network 64-128-64-10. Ratios are bytes
+Digits are scikit-learn's (1,797 of 8 x 8), four fifths for training; network 64-512-256-10. Ratios are bytes
 of float32 gradients over bytes of payloads, headers and tensors that are sent whole included. ``random`` is a
 control of the selection: it sends as many values as top_k, drawn at random, with error feedback.
 """
@@ -93,7 +93,7 @@ class Trained:
 def network(seed: int) -> nn.Sequential:
     """Return a network with random weights."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 def digits(seed: int) -> tuple[Data, Data]:
