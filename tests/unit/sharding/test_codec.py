@@ -76,7 +76,7 @@ def test_a_state_that_was_saved_goes_on_with_the_same_bits() -> None:
     for one, other in zip(whole[3:], summed(steps[3:], after), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert set(before[0].state()) == {"link.error/a", "link.error/b"}
-    with pytest.raises(TrainingError, match="has 2 rows of 'link.error/a'"):
+    with pytest.raises(TrainingError, match=r"has 2 rows of 'link\.error/a'"):
         after[0].load_state({"link.error/a": torch.zeros(2, 3, 2)})
 
 
