@@ -48,7 +48,7 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
     "merging": {"merge": "merge several models into one, by averages, task vectors or optimal transport"},
     "service": {},
     "training_service": {},
-    "links": {},
+    "links": {"merge-sides": "merge what several runs learn on machines of their own into one model"},
     "classic": {
         "play": "play episodes with the policy of a classic run, and film one",
         "export": "write the policy of a classic run as a file for torch.export or ONNX",
