@@ -98,7 +98,7 @@ def start(policy: Policy, settings: SideSettings) -> ExchangeReport:
 
     def begin(local: _Weights) -> tuple[_Weights, ExchangeReport]:
         store = SideStore(settings.store)
-        _require_name(store, settings, joined=max(0, store.newest()))
+        claim_name(store, settings, joined=max(0, store.newest()))
         if store.newest() < 0:
             store.write(f"starts/{settings.name}.safetensors", pack(local, {"side": settings.name}))
             _until(lambda: store.newest() >= 0, settings.start_s)
@@ -166,7 +166,7 @@ class SideMeeting:
         self._behind = max(0, self._store.newest() - self.state.version)
         if turn.is_boundary or not later:
             self._take_newest()
-        if not turn.is_boundary or self.state.pending:
+        if not turn.is_boundary or own or self.state.pending:
             return
         self._upload(turn)
         began = time.monotonic()
@@ -198,7 +198,7 @@ class SideMeeting:
 
     def _upload(self, turn: ExchangeTurn) -> None:
         settings, state = self._settings, self.state
-        _require_name(self._store, settings, joined=state.version)
+        claim_name(self._store, settings, joined=state.version)
         facts = {"side": settings.name, "step": turn.step, "base": state.version, "tokens": turn.tokens}
         links = {name: dict(each) for name, each in state.links.items()}
         payload = encoded(settings.coding, state.base, self.local, links)
@@ -245,7 +245,7 @@ def _copied(tensors: _Weights) -> dict[str, Tensor]:
     return {name: each.clone() for name, each in tensors.items()}
 
 
-def _require_name(store: SideStore, settings: SideSettings, joined: int) -> None:
+def claim_name(store: SideStore, settings: SideSettings, joined: int) -> None:
     """Claim the side's name for this run.
 
     Raises:

@@ -20,6 +20,8 @@ from rillflow_links.sides.rules import Contribution
 from rillflow_links.sides.store import SideError, SideStore, damaged
 
 Tensors = Mapping[str, Tensor]
+KEY = "rillflow"
+"""Key of the facts and the SHA-256 in the header."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,7 +38,8 @@ def pack(tensors: Tensors, facts: Mapping[str, Any]) -> bytes:
     """Return the file's bytes; equal content gives equal bytes."""
     held = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
     said = json.dumps(facts, sort_keys=True)
-    return bytes(save(held, metadata={"facts": said, "sha256": _digest(held, said)}))
+    stated = json.dumps([said, _digest(held, said)])  # one key, since safetensors does not sort them
+    return bytes(save(held, metadata={KEY: stated}))
 
 
 def unpack(data: bytes, name: str) -> PackedFile:
@@ -47,7 +50,7 @@ def unpack(data: bytes, name: str) -> PackedFile:
     """
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        said, stated = header["__metadata__"]["facts"], header["__metadata__"]["sha256"]
+        said, stated = json.loads(header["__metadata__"][KEY])
         tensors, facts = load(data), json.loads(said)
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(name, f"{type(error).__name__}: {error}") from error

@@ -52,7 +52,8 @@ def require_decodable(file: PackedFile, base: Mapping[str, Tensor], name: str) -
     Raises:
         SideError: it is of another model, cannot be decoded, or has a number that is not finite.
     """
-    require_same_model(base, {each: tuple(base[each].shape) for each in file.tensors if each in base}, name)
+    shapes = {each: tuple(base.get(each, payload).shape) for each, payload in file.tensors.items()}
+    require_same_model(base, shapes, name)
     for each in sorted(base):
         if not bool(pseudo_gradient(file, base, each, name).isfinite().all()):
             raise damaged(name, f"{each} has a number that is not finite")
