@@ -23,6 +23,22 @@ from rillflow_links.sides.store import damaged
 DENSE = "dense"
 
 
+class Whole:
+    """A tensor's own bytes."""
+
+    def encode(self, tensor: Tensor, state: State) -> Tensor:
+        """See Codec."""
+        del state
+        return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).clone()
+
+    def decode(self, payload: Tensor, into: Tensor, state: State) -> None:
+        """See Codec."""
+        del state
+        if payload.numel() != into.nbytes:
+            raise WeightError(f"{payload.numel():,} bytes are sent", why=f"the tensor has {into.nbytes:,}")
+        into.copy_(payload.view(into.dtype).view(into.shape))
+
+
 def encoded(
     coding: Mapping[str, Any],
     base: Mapping[str, Tensor],
@@ -77,4 +93,4 @@ def pseudo_gradient(file: PackedFile, base: Mapping[str, Tensor], tensor: str, n
 
 def _codec(coding: Mapping[str, Any]) -> Codec:
     links = LinksConfig(**coding)
-    return GRADIENTS[links.gradients](links)
+    return Whole() if links.gradients == DENSE else GRADIENTS[links.gradients](links)
