@@ -117,7 +117,7 @@ def test_a_version_without_an_own_undecided_contribution_is_taken_beneath_it(tmp
     one.train(2)
     late = one.meet()
     assert one.value == 22.0 and late.report(turn(one), "").behind == 1
-    assert one.store.names("contributions", ".safetensors")[0] == "one.00000002.000001"
+    assert one.store.names("contributions", ".safetensors")[0] == "one.00000002.000000"
 
 
 def turn(toy: Toy) -> ExchangeTurn:

@@ -164,7 +164,7 @@ class SideMeeting:
         if turn.is_boundary and own:  # uploaded before a resume: the step was trained again
             self.state.pending, self.state.sent = own[-1], _copied(self.local)
         self._behind = max(0, self._store.newest() - self.state.version)
-        if turn.is_boundary or not later:
+        if self.state.pending or (turn.is_resumed and not later):
             self._take_newest()
         if not turn.is_boundary or own or self.state.pending:
             return
