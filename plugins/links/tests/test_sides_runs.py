@@ -107,6 +107,7 @@ def merging(folder: Path, outer: OuterSettings, rule: MergeRule) -> Iterator[Sid
 
 
 def test_one_side_alone_has_the_bits_of_a_plain_run_also_if_it_stops_between(folder: Path) -> None:
+    (folder / "run.toml").write_text(RECIPE + "[warm_start]\nsteps = 2\n")
     plain = weights_of(run(folder, "plain"))
     with merging(folder, OuterSettings(lr=1, momentum=0), MergeRule()) as store:
         path = run(folder, "alone", side(folder, "alone"))
@@ -123,7 +124,7 @@ def test_one_side_alone_has_the_bits_of_a_plain_run_also_if_it_stops_between(fol
     with merging(other, OuterSettings(lr=1, momentum=0), MergeRule()) as store:
         run(other, "cut", side(other, "cut"), "algorithm.steps=3")
         assert weights_of(run(other, "cut", side(other, "cut"))) == plain
-        assert [each["contributions"][0]["step"] for each in read_records(store)[1:]] == [2, 4]
+        assert [each["contributions"][0]["step"] for each in read_records(store)[1:]] == [4, 6]
         assert replay(store, lambda _: None)
 
 

@@ -88,8 +88,13 @@ class ExchangeReport:
     """Why the store could not be used; the side trains on."""
 
 
-def start(policy: Policy, settings: SideSettings) -> ExchangeReport:
+def start(policy: Policy, settings: SideSettings, after: int) -> ExchangeReport:
     """Begin with the newest version; without one, offer the own weights as the first. All ranks call it.
+
+    Args:
+        policy: the policy on this rank.
+        settings: settings of the side.
+        after: steps of the run so far, such as those of a warm start.
 
     Raises:
         RillflowError: the name is another run's, the model is another one, the store cannot be written, or
@@ -112,8 +117,8 @@ def start(policy: Policy, settings: SideSettings) -> ExchangeReport:
         base = read_version(store, version)
         shapes = {name: tuple(each.shape) for name, each in local.items()}
         require_same_model(base, shapes, f"the side {settings.name}")
-        forget_from(settings.folder, 0)
-        SideState(version=version, base=base).save(settings.folder, 0)
+        forget_from(settings.folder, after)
+        SideState(version=version, base=base).save(settings.folder, after)
         return base, ExchangeReport(version=version)
 
     return _on_first_rank(policy, begin)
@@ -190,9 +195,11 @@ class SideMeeting:
         """Return own contributions of this or a later step, which were uploaded before a resume."""
         later = list[str]()
         for name in self._store.names("contributions", ".safetensors"):
-            side, at, base = name.split(".")
-            is_later = int(at) >= step and int(base) >= self.state.version
-            if side == self._settings.name and is_later and name != self.state.pending:
+            side, *numbers = name.split(".")
+            if side != self._settings.name or len(numbers) != 2 or not all(map(str.isdecimal, numbers)):
+                continue
+            at, base = map(int, numbers)
+            if at >= step and base >= self.state.version and name != self.state.pending:
                 later.append(name)
         return later
 

@@ -38,6 +38,7 @@ class SideSource(Source):
         settings: settings for the ranks.
         inner_steps: steps between two contributions.
         tokens: tokens since the last contribution.
+        is_new: whether the phase begins, and is not resumed.
         say: shows the user a line.
     """
 
@@ -49,11 +50,12 @@ class SideSource(Source):
         settings: SideSettings,
         inner_steps: int,
         tokens: int,
+        is_new: bool,
         say: Callable[[str], None],
     ) -> None:
         super().__init__(executor, **how)
         self._settings, self._inner_steps, self._say = settings, inner_steps, say
-        self._step, self._tokens, self._is_resumed = 0, tokens, False
+        self._step, self._tokens, self._is_new, self._is_resumed = 0, tokens, is_new, not is_new
         self._counts, self._exchanged = list[Pending](), dict[str, Metric]()
         self._wait_s = SLACK_S + settings.grace_s + settings.start_s
 
@@ -77,15 +79,16 @@ class SideSource(Source):
             settings=settings,
             inner_steps=schedule.inner_steps,
             tokens=int(parts.position.get(TOKENS, 0)),
+            is_new=parts.kept is None,
             say=parts.say,
         )
 
     def begin(self, close: Callable[[], Sequence[Pending] | None], after: int) -> None:
         """See Source; the first step begins with the newest version."""
         super().begin(close, after)
-        self._is_resumed = after > 0
-        if after == 0:
-            report = self._executor.on_all_ranks("policy", start, self._settings).read(self._wait_s)
+        if self._is_new:
+            begun = self._executor.on_all_ranks("policy", start, self._settings, after)
+            report: ExchangeReport = begun.read(self._wait_s)
             if self._sync is not None:
                 version = self._executor.on_first_rank("policy", version_now)
                 self._sync(version).wait(self._wait_s)
