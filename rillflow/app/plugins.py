@@ -48,7 +48,10 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
     "merging": {"merge": "merge several models into one, by averages, task vectors or optimal transport"},
     "service": {},
     "training_service": {},
-    "links": {"links": "measure the links between the ranks of a recipe, for links.link_seconds"},
+    "links": {
+        "links": "measure the links between the ranks of a recipe, for links.link_seconds",
+        "merge-sides": "merge what several runs learn on machines of their own into one model",
+    },
     "classic": {
         "play": "play episodes with the policy of a classic run, and film one",
         "export": "write the policy of a classic run as a file for torch.export or ONNX",

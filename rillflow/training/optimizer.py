@@ -162,6 +162,23 @@ class Optimizer:
         for parameter in (*self._weights.values(), *self.masters.values()):
             parameter.grad = None
 
+    def read_masters(self) -> dict[str, Tensor]:
+        """Return the stepped tensors as stored between steps, by parameter name, without copies."""
+        return {name: self._kept_master(name) for name in self.masters}
+
+    @torch.no_grad()
+    def write_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the stepped tensors, and round them into the weights; moments and steps stay.
+
+        Args:
+            tensors: tensors by parameter name, of the shapes that ``read_masters`` returns.
+        """
+        with whole():
+            for name, tensor in tensors.items():
+                self._kept_master(name).copy_(tensor)
+                if name in self._narrow:
+                    own(self._weights[name]).copy_(tensor)
+
     def state(self) -> dict[str, Tensor]:
         """Return the state to resume from, besides the weights, by ``kind/parameter name``.
 

@@ -1,9 +1,9 @@
-"""Plugin: bring the section ``[links]`` and the codecs that it names. Imports nothing heavy."""
+"""Plugin: bring ``[links]``, its codecs, the order ``sides`` and its merger. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rillflow.app.plugins import SHIPPED, Command, Plugin
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rillflow.app.check_report import Report
     from rillflow.app.facts import RecipeFacts
     from rillflow.app.resolved import Resolved
+    from rillflow.controller.schedules.schedule import Schedule
     from rillflow.errors import ConfigError
     from rillflow.sharding.codec import EdgeCodecs
 
@@ -52,10 +53,58 @@ def measure(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+class LazySchedules(Mapping[str, "type[Schedule]"]):
+    """The order ``sides``, whose class is imported when a recipe is read."""
+
+    def __getitem__(self, name: str) -> type[Schedule]:
+        from rillflow_links.sides.schedule import Sides
+
+        return {"sides": Sides}[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("sides",))
+
+    def __len__(self) -> int:
+        return 1
+
+
+def merge_sides(arguments: argparse.Namespace) -> int:
+    """``rillflow merge-sides``: see ``sides.commands``."""
+    from rillflow_links.sides.commands import run_merger
+
+    return run_merger(arguments)
+
+
+def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``merge-sides``."""
+    add = parser.add_argument
+    add("store", metavar="STORE", help="folder or URL that the sides name in schedule.store")
+    add("--quorum", type=int, default=1, metavar="N", help="least number of sides in a merge (1)")
+    told = "wait for the other sides of the last merges once a quorum is there (30)"
+    add("--grace-s", type=float, default=30.0, metavar="S", help=told)
+    told = "versions that a contribution may be behind (3)"
+    add("--most-late", type=int, default=3, metavar="N", help=told)
+    add("--lr", type=float, default=0.7, help="outer learning rate (0.7)")
+    add("--momentum", type=float, default=0.9, help="outer Nesterov momentum (0.9)")
+    add("--poll-s", type=float, default=1.0, metavar="S", help="pause between two looks (1)")
+    add("--until", type=int, metavar="VERSION", help="end when this version is there")
+    told = "compute every version again from the log, and compare all bits"
+    add("--replay", action="store_true", help=told)
+
+
 PLUGIN = Plugin(
-    commands={"links": Command(help=SHIPPED["links"]["links"], run=measure, add_arguments=recipe_arguments)},
+    commands={
+        "links": Command(help=SHIPPED["links"]["links"], run=measure, add_arguments=recipe_arguments),
+        "merge-sides": Command(
+            help=SHIPPED["links"]["merge-sides"],
+            run=merge_sides,
+            add_arguments=add_merge_arguments,
+            outlives_output=True,
+        ),
+    },
     sections={"links": "rillflow_links.config:LinksConfig"},
     codecs=codecs,
     needs=needs,
     look=look,
+    schedules=LazySchedules(),
 )
