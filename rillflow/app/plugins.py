@@ -48,7 +48,10 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
     "merging": {"merge": "merge several models into one, by averages, task vectors or optimal transport"},
     "service": {},
     "training_service": {},
-    "links": {},
+    "links": {
+        "join": "sample rows of a run on another network, with weights as exact differences",
+        "bridge": "carry a run's rows and weights through a folder or object store, where no port opens",
+    },
     "classic": {
         "play": "play episodes with the policy of a classic run, and film one",
         "export": "write the policy of a classic run as a file for torch.export or ONNX",

@@ -1,11 +1,12 @@
-"""Plugin: bring the section ``[links]`` and the codecs that it names. Imports nothing heavy."""
+"""Plugin: bring the section ``[links]``, its codecs, and remote samplers. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rillflow.app.plugins import Plugin
+from rillflow.app.plugins import SHIPPED, Command, Plugin
+from rillflow_links.remote.arguments import bridge, bridge_arguments, join, join_arguments
 
 if TYPE_CHECKING:
     from rillflow.app.resolved import Resolved
@@ -27,4 +28,13 @@ def needs(resolved: Resolved) -> Iterable[ConfigError]:
     return links_needs(resolved)
 
 
-PLUGIN = Plugin(sections={"links": "rillflow_links.config:LinksConfig"}, codecs=codecs, needs=needs)
+HELP = SHIPPED["links"]
+PLUGIN = Plugin(
+    sections={"links": "rillflow_links.config:LinksConfig"},
+    codecs=codecs,
+    needs=needs,
+    commands={
+        "join": Command(help=HELP["join"], run=join, add_arguments=join_arguments),
+        "bridge": Command(help=HELP["bridge"], run=bridge, add_arguments=bridge_arguments),
+    },
+)
