@@ -181,7 +181,7 @@ class Bridge:
             self._token = address_in(self._address).token
             return self._passed_on(request, path, client)
         except Unreachable as error:
-            if self._ended_at is not None:
+            if self._ended_at is not None and path.startswith("rows/"):
                 return {"status": 410}, _sentences("the run takes no more rows", "the run has ended")
             return {"status": 503}, _sentences(error.what, error.why)
 

@@ -20,7 +20,6 @@ row runs. Rows of one version never continue with another one.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -43,7 +42,6 @@ from rillflow_links.remote.weight_copy import WeightCopy, WeightUpdate
 
 POLL_S = 5.0
 """Longest wait of a request at the run: so long does leaving take at most."""
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,16 +260,17 @@ class RemoteSampler:
         with self._changed:
             self._leaving = True
             self._changed.notify_all()
-        if self._ended or self._error is not None:
+        if is_over := bool(self._ended) or self._error is not None:
             self._patience.stop()
+            self._client.close()
         until = time.monotonic() + 3 * POLL_S
         for each in threads:
             each.join(max(0.0, until - time.monotonic()))
-        for lease in [*self._leases]:
+        for lease in [] if is_over else [*self._leases]:
             try:
                 self._client.give_back(lease)
             except StreamError:
-                _log.info("the lease %s could not be given back; it ends by itself", lease)
+                self._tell(f"the lease {lease} could not be given back; it ends by itself")
         self._client.close()
 
     # The other threads
