@@ -329,7 +329,7 @@ class RemoteSampler:
 
     def _accept(self, taken: LeasedRows) -> None:
         if taken.session != self._about.get("session", taken.session):
-            self._check_model()
+            self._patience.during(self._check_model)
         with self._changed:
             self._leases[taken.lease] = {each.row for each in taken.rows}
             if not self._is_over():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -19,6 +20,8 @@ from rillflow.errors import ConfigError, StreamError
 
 SPARE_S = 60.0
 """Longest time without a byte of an answer, beyond the time that the request asked to wait."""
+IDLE_S = 30.0
+"""Longest time that a connection is kept without a request; servers close idle ones later than that."""
 CLIENT = "X-Rillflow-Client"
 
 
@@ -92,6 +95,18 @@ def address_in(file: Path) -> RunAddress:
         raise Unreachable(f"{file} has no address of a run", why=str(error)) from None
 
 
+@dataclass(kw_only=True)
+class _OpenConnection:
+    """A connection of one thread."""
+
+    connection: HTTPConnection
+    """The connection."""
+    address: RunAddress
+    """Where it goes."""
+    used_at: float = 0.0
+    """When its last answer ended."""
+
+
 class HttpTransport:
     """Requests over HTTP, on one connection for each thread.
 
@@ -107,12 +122,14 @@ class HttpTransport:
 
     def ask(self, method: str, path: str, body: bytes | None, wait_s: float) -> RunAnswer:
         """See Transport."""
-        held: tuple[HTTPConnection, RunAddress] | None = vars(self._own).pop("held", None)
-        if held is not None:  # a server closes a connection that was idle for long
+        held: _OpenConnection | None = vars(self._own).pop("held", None)
+        if held is not None and time.monotonic() - held.used_at > IDLE_S:
+            held.connection.close()
+            held = None
+        if held is not None:
             try:
                 return self._sent(held, method, path, body, wait_s)
             except Unreachable:
-                held[0].close()
                 if method != "GET":
                     raise
         return self._sent(self._opened(), method, path, body, wait_s)
@@ -120,21 +137,21 @@ class HttpTransport:
     def close(self) -> None:
         """See Transport; connections end with their threads."""
 
-    def _opened(self) -> tuple[HTTPConnection, RunAddress]:
+    def _opened(self) -> _OpenConnection:
         address = self._address()
         parts = urlsplit(address.url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        return kind(parts.hostname or "", parts.port), address
+        return _OpenConnection(connection=kind(parts.hostname or "", parts.port), address=address)
 
     def _sent(
         self,
-        held: tuple[HTTPConnection, RunAddress],
+        held: _OpenConnection,
         method: str,
         path: str,
         body: bytes | None,
         wait_s: float,
     ) -> RunAnswer:
-        connection, address = held
+        connection, address = held.connection, held.address
         headers = {"Authorization": f"Bearer {address.token}", CLIENT: self._name}
         connection.timeout = wait_s + SPARE_S
         try:
@@ -147,5 +164,6 @@ class HttpTransport:
             connection.close()
             why = f"{type(error).__name__}: {error}"
             raise Unreachable(f"the run at {address.url} does not answer", why=why) from None
+        held.used_at = time.monotonic()
         vars(self._own)["held"] = held
         return found

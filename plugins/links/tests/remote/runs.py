@@ -97,6 +97,10 @@ class TinyRun:
         lines = (self.directory / layout.METRICS).read_text().splitlines()
         return [json.loads(each) for each in lines]
 
+    def steps(self) -> int:
+        """Return the number of finished steps."""
+        return len((self.directory / layout.METRICS).read_text().splitlines())
+
 
 class Child:
     """A process of ``rillflow`` and the lines that it says."""
