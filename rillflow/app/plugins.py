@@ -51,6 +51,8 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
     "links": {
         "links": "measure the links between the ranks of a recipe, for links.link_seconds",
         "merge-sides": "merge what several runs learn on machines of their own into one model",
+        "join": "sample rows of a run on another network, with weights as exact differences",
+        "bridge": "carry a run's rows and weights through a folder or object store, where no port opens",
     },
     "classic": {
         "play": "play episodes with the policy of a classic run, and film one",

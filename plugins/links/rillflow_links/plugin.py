@@ -1,4 +1,4 @@
-"""Plugin: bring ``[links]``, its codecs, the order ``sides`` and its merger. Imports nothing heavy."""
+"""Plugin: bring ``[links]``, its codecs, the order ``sides``, and commands. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from rillflow.app.plugins import SHIPPED, Command, Plugin
 from rillflow.cli.arguments import recipe_arguments
 from rillflow.cli.failure import DONE
+from rillflow_links.remote.arguments import bridge, bridge_arguments, join, join_arguments
+from rillflow_links.sides.arguments import merge_arguments, merge_sides
 
 if TYPE_CHECKING:
     from rillflow.app.any_recipe import AnyRecipe
@@ -68,37 +70,16 @@ class LazySchedules(Mapping[str, "type[Schedule]"]):
         return 1
 
 
-def merge_sides(arguments: argparse.Namespace) -> int:
-    """``rillflow merge-sides``: see ``sides.commands``."""
-    from rillflow_links.sides.commands import run_merger
-
-    return run_merger(arguments)
-
-
-def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``merge-sides``."""
-    add = parser.add_argument
-    add("store", metavar="STORE", help="folder or URL that the sides name in schedule.store")
-    add("--quorum", type=int, default=1, metavar="N", help="least number of sides in a merge (1)")
-    told = "wait for the other sides of the last merges once a quorum is there (30)"
-    add("--grace-s", type=float, default=30.0, metavar="S", help=told)
-    told = "versions that a contribution may be behind (3)"
-    add("--most-late", type=int, default=3, metavar="N", help=told)
-    add("--lr", type=float, default=0.7, help="outer learning rate (0.7)")
-    add("--momentum", type=float, default=0.9, help="outer Nesterov momentum (0.9)")
-    add("--poll-s", type=float, default=1.0, metavar="S", help="pause between two looks (1)")
-    add("--until", type=int, metavar="VERSION", help="end when this version is there")
-    told = "compute every version again from the log, and compare all bits"
-    add("--replay", action="store_true", help=told)
-
-
+HELP = SHIPPED["links"]
 PLUGIN = Plugin(
     commands={
-        "links": Command(help=SHIPPED["links"]["links"], run=measure, add_arguments=recipe_arguments),
+        "links": Command(help=HELP["links"], run=measure, add_arguments=recipe_arguments),
+        "join": Command(help=HELP["join"], run=join, add_arguments=join_arguments),
+        "bridge": Command(help=HELP["bridge"], run=bridge, add_arguments=bridge_arguments),
         "merge-sides": Command(
-            help=SHIPPED["links"]["merge-sides"],
+            help=HELP["merge-sides"],
             run=merge_sides,
-            add_arguments=add_merge_arguments,
+            add_arguments=merge_arguments,
             outlives_output=True,
         ),
     },

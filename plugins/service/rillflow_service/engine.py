@@ -51,6 +51,7 @@ from rillflow.rollout.engine import (
 from rillflow.rollout.native.scheduler import check_ids
 from rillflow.serving.http_body import Declined
 from rillflow.serving.server import LoopbackServer, bound
+from rillflow.sharding.codec import Codec
 from rillflow.workers.backend import Site
 from rillflow.workers.collectives import Ranks
 from rillflow_service.access import token_for, write_private
@@ -58,6 +59,7 @@ from rillflow_service.config import ServiceConfig
 from rillflow_service.engine_app import EngineApp
 from rillflow_service.row_checks import LogprobCheck, RowRules
 from rillflow_service.row_leases import Offered, Proposal, RowLeases
+from rillflow_service.weight_differences import WeightDifferences
 from rillflow_service.weight_folder import WeightFolder
 
 SHARD_BYTES = 2**29
@@ -70,7 +72,13 @@ _log = logging.getLogger(__name__)
 def options(setting: RoleSetting) -> dict[str, Any]:
     """Return the arguments of a rank's ServiceEngine that only this engine has."""
     service = setting.sections["rollout.service"]
-    return {"service": service, "site": setting.site, "base": setting.base, "folder": setting.run / "service"}
+    return {
+        "service": service,
+        "site": setting.site,
+        "base": setting.base,
+        "folder": setting.run / "service",
+        "codec": setting.codecs.weights,
+    }
 
 
 class ServiceEngine(RowByRow):
@@ -81,6 +89,7 @@ class ServiceEngine(RowByRow):
         site: the sampler's rank; its stack closes the engine.
         base: the recipe's folder.
         folder: folder of address files, one for each rank.
+        codec: codec of differences between versions; None for whole weights only.
 
     Raises:
         StreamError: the address is taken, or needs a token of the user's own.
@@ -100,6 +109,7 @@ class ServiceEngine(RowByRow):
         site: Site,
         base: Path,
         folder: Path,
+        codec: Codec | None = None,
     ) -> None:
         assert tp.size == 1, "capabilities are looked at before"
         self._config, self._context, self._service = config, context, service
@@ -115,6 +125,7 @@ class ServiceEngine(RowByRow):
         folder.mkdir(mode=0o700, exist_ok=True)
         shutil.rmtree(weights := folder / file.stem, ignore_errors=True)  # of a run that was killed
         self._module, self._weights, self._seed = module, WeightFolder(weights), seed
+        self._differences = None if codec is None else WeightDifferences(codec, self._weights)
         self._leases = RowLeases(lambda: self._app.ring())
         token_file = self._service.token_file
         token = token_for(self._service.host, None if token_file is None else base / expanded(token_file))
@@ -124,6 +135,8 @@ class ServiceEngine(RowByRow):
             "context": context,
             "stop_tokens": sorted(stop_tokens),
             "stop": list(config.stop),
+            "reads_text": bool(stops.longest),
+            "session": self._leases.session,
         }
         self._app = EngineApp(self._leases, self._weights, model=about, token=token)
         self._waited_s = 0.0
@@ -143,10 +156,15 @@ class ServiceEngine(RowByRow):
         """See Engine; the weights are written to files. Leased rows may end with older ones."""
         names = shards({name: each.nbytes for name, each in weights.items()}, SHARD_BYTES)
         files = [shard_file(index, len(names)) for index in range(len(names))]
+        more: dict[str, Any] = {"session": self._leases.session}
         for file, held in zip(files, names, strict=True):
             tensors = file_weights(self._module, {name: weights[name].detach().cpu() for name in held})
             self._weights.arrived[file] = write_tensors(self._weights.arriving(version) / file, tensors)
-        self._weights.publish(version, files)
+            if self._differences is not None:
+                self._differences.add(version, file, tensors)
+        if self._differences is not None:
+            more |= self._differences.finish(version)
+        self._weights.publish(version, files, more)
         self._check.begin()
         self._app.ring()
 

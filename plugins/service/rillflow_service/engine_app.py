@@ -68,6 +68,11 @@ class EngineApp(HttpApp):
         self.route("POST", "/v1/rows/renew", self._renew)
         self.route("POST", "/v1/rows/return", self._give_back)
 
+    @property
+    def is_over(self) -> bool:
+        """See HttpApp."""
+        return self._leases.is_over
+
     def refused(self, request: Request, error: RillflowError) -> None:
         """Count a refused put, and log the first by each rule."""
         if not request.url.path.endswith("/put") or not isinstance(error, StreamError):

@@ -59,6 +59,11 @@ class HttpApp:
         self.route("GET", "/v1/weights", self._newest_weights)
         self.route("GET", FILE, self._weight_file)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will come any more that a waiting client could wait for."""
+        return False
+
     def route(self, method: str, path: str, operation: Operation) -> None:
         """Answer requests of a path by an operation."""
         self._routes.append(Route(path, self._guarded(operation), methods=[method]))
@@ -90,7 +95,7 @@ class HttpApp:
         while True:
             self._bell.clear()
             left = min(LOOK_S, until - loop.time())
-            if (found := look()) is not None or left <= 0:
+            if (found := look()) is not None or left <= 0 or self.is_over:
                 return found
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._bell.wait(), left)

@@ -27,6 +27,8 @@ ROUNDING = 1e-6
 """Largest log probability: rounding may lift the one of a sure token above 0."""
 _EXACT_GAP, _MEAN_GAP = 1e-3, 0.05
 """Default tolerances: of a token in float32, of the mean of a row in narrower types."""
+WATCHED_ROWS = 64
+"""Rows in a row that a client must pass after a refusal, before only a share is checked again."""
 _DRAW = 0x636865636B
 """Changes the seed, so that the choice of checked rows is no function of the rows' own random numbers."""
 
@@ -141,6 +143,7 @@ class LogprobCheck:
     def __init__(self, module: nn.Module, *, share: float, tolerance: float | None, seed: int) -> None:
         self._module, self._share, self._tolerance, self._seed = module, share, tolerance, seed ^ _DRAW
         self._seen: set[str] = set()
+        self._watched: dict[str, int] = {}
         self._is_plain: bool | None = None  # tried when there are weights
         self.checked = 0
         """Number of compared rows."""
@@ -152,13 +155,17 @@ class LogprobCheck:
     def check(self, row: SampledRow, offered: Offered, client: str) -> None:
         """Compare a row, if it is one of the share, or its client's first with these weights.
 
+        After a refusal every row of the client is compared, until ``WATCHED_ROWS`` in a row have passed.
+
         Raises:
             RefusedRow: a log probability differs by more than the tolerance, or a greedy token is not the
                 likeliest.
         """
         drawn = uniform(self._seed, torch.tensor(offered.rollout.row), torch.tensor(len(row.tokens)))
-        if client in self._seen and float(drawn) >= self._share:
+        if client in self._seen and client not in self._watched and float(drawn) >= self._share:
             return
+        left = self._watched.pop(client, 1)
+        self._watched[client] = WATCHED_ROWS  # until the row has passed
         self.checked += 1
         begin, temperature = len(offered.rollout.tokens), offered.temperature
         tokens = [*offered.rollout.tokens, *row.tokens]
@@ -170,6 +177,9 @@ class LogprobCheck:
             fix = "take the argmax of the logits for rows of temperature 0"
             raise RefusedRow("logprobs", what, why=why, fix=fix)
         self._seen.add(client)
+        self._watched.pop(client)
+        if left > 1:
+            self._watched[client] = left - 1
 
     def _compare(self, row: SampledRow, offered: Offered, own: Tensor) -> None:
         given = torch.tensor(row.logprobs, dtype=torch.float32)

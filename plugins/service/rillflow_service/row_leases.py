@@ -131,6 +131,16 @@ class RowLeases:
         """The last refusal, as its client was told."""
 
     @property
+    def session(self) -> str:
+        """Name of this engine's life; leases begin with it, and a run that starts again has another."""
+        return self._session
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every later request of rows is refused."""
+        return bool(self._ended)
+
+    @property
     def has_rows(self) -> bool:
         """Whether a row is not back."""
         return bool(self._rows)

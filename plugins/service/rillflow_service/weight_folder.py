@@ -8,6 +8,9 @@
 A trainer of another project numbers its versions by publishes, from 0 on: the next one is the only one that
 may arrive, so no request can skip ahead and block later ones. Every version has the names, types and shapes
 of the one before, and finite values. A service that starts in the folder again serves what it served.
+
+A run with a codec of weights also writes differences, from each version to the next. Several of them stay, so
+that a program that is late can apply them one after the other.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from rillflow.serving.http_body import Declined
 
 MAX_FILES = 4_096
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
-_MANIFEST, _ARRIVING = "manifest.json", "arriving"
+_MANIFEST, _ARRIVING, _DIFFERENCES = "manifest.json", "arriving", "differences"
+KEPT_DIFFERENCES = 16
+"""Most differences that are kept; all together are smaller than the whole weights, or only the last stays."""
 Digest = dict[str, Any]
 """``bytes`` and ``sha256`` of a file."""
 
@@ -55,6 +60,12 @@ class WeightFolder:
         self.arrived: dict[str, Digest] = {}
         """Size and hash of each file of the version that is published next."""
 
+    def differences(self, version: int) -> Path:
+        """Return the folder of the files with the difference from the version before."""
+        folder = self._folder / _DIFFERENCES / str(version)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
+
     @property
     def version(self) -> int:
         """Newest version; -1 before the first."""
@@ -71,6 +82,8 @@ class WeightFolder:
             Declined: there is no such file, or its version is not kept any more.
         """
         found = self._folder / str(version) / name
+        if not found.is_file():
+            found = self._folder / _DIFFERENCES / str(version) / name
         if not _NAME.fullmatch(name) or not found.is_file():
             what = f"version {version} of the weights has no file {name[:80]!r}"
             why = f"version {self.version} is the newest; the one before it is kept too"
@@ -120,8 +133,13 @@ class WeightFolder:
         if version != self.version + 1:
             raise self._not_next(version)
 
-    def publish(self, version: int, names: Sequence[str]) -> None:
+    def publish(self, version: int, names: Sequence[str], more: Mapping[str, Any] | None = None) -> None:
         """Check the files of a version, and serve them from now on.
+
+        Args:
+            version: the version.
+            names: names of its files, which have arrived.
+            more: further entries of the manifest; ``difference`` is added to the kept ``differences``.
 
         Raises:
             Declined: a file is missing, or no safetensors file.
@@ -140,16 +158,36 @@ class WeightFolder:
             weights |= found
             files.append({"name": name, **self.arrived[name], "weights": sorted(found)})
         self._check_same(version, weights)
-        kept = {str(version), str(self.version), _MANIFEST, _ARRIVING}
+        kept = {str(version), str(self.version), _MANIFEST, _ARRIVING, _DIFFERENCES}
+        said = dict(more or {})
+        if "difference" in said:
+            said["differences"] = self._kept_differences(said.pop("difference"), files)
         target = self._folder / str(version)
         shutil.rmtree(target, ignore_errors=True)
         folder.replace(target)
-        self._manifest = {"version": version, "files": files, "types": weights}
+        self._manifest = {"version": version, "files": files, "types": weights, **said}
         replace(self._folder / _MANIFEST, [json.dumps(self._manifest).encode()])
         self.arrived.clear()
         for each in self._folder.iterdir():
             if each.name not in kept:
                 shutil.rmtree(each, ignore_errors=True)
+
+    def _kept_differences(
+        self, newest: Mapping[str, Any] | None, files: Sequence[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
+        """Return the differences that stay, oldest first, and remove the files of the others."""
+        before = [*self._manifest.get("differences", [])] if newest else []
+        kept, room = list[Mapping[str, Any]](), sum(each["bytes"] for each in files)
+        for each in [*before, *([newest] if newest else [])][::-1][:KEPT_DIFFERENCES]:
+            room -= sum(file["bytes"] for file in each["files"])
+            if kept and (room < 0 or each["version"] != kept[0]["from"]):
+                break
+            kept.insert(0, each)
+        versions = {str(each["version"]) for each in kept}
+        for folder in (self._folder / _DIFFERENCES).glob("*"):
+            if folder.name not in versions:
+                shutil.rmtree(folder, ignore_errors=True)
+        return kept
 
     def _not_next(self, version: int) -> Declined:
         why = f"version {self.version} is published" if self.version >= 0 else "none is published"

@@ -1,0 +1,1 @@
+"""Remote samplers: programs on other networks that join a run, over HTTP or through a store."""
