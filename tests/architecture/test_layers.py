@@ -20,7 +20,7 @@ from rillflow.app.plugins import PARTS, SHIPPED
 
 CLASSIC = "plugins/classic/rillflow_classic/"
 ADAPTERS = {
-    "transformers": ("rillflow/models/",),
+    "transformers": ("rillflow/models/", "plugins/links/rillflow_links/remote/remote_model.py"),
     "tokenizers": ("rillflow/models/",),
     "rich": ("rillflow/runs/progress.py",),
     "pyarrow": ("rillflow/tasks/",),
@@ -50,6 +50,8 @@ ADAPTERS = {
     "gymnasium": (CLASSIC,),
     "zmq": (CLASSIC + "streams/",),
     "PIL": (CLASSIC + "evaluation.py",),
+    "fsspec": ("plugins/links/rillflow_links/",),
+    "zstandard": ("plugins/links/rillflow_links/codecs/sparse.py",),
     "ot": ("plugins/merging/rillflow_merging/transport.py",),
     **{f"rillflow_{name}": (f"plugins/{name}/",) for name in SHIPPED},
 }

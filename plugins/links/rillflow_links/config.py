@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rillflow.config.schema import Section
 
+FEW = 256
+"""Smallest number of values of a tensor that a sparse codec of gradients compresses."""
+
 
 class LinksConfig(Section):
     """How tensors travel between ranks and machines."""

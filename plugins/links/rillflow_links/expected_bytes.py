@@ -12,9 +12,7 @@ from rillflow.app.check_report import Report
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.plugin_sections import section_of
 from rillflow.runs.formatting import size
-from rillflow_links.codecs.cut_top_k import CutTopK, adapted
-from rillflow_links.codecs.top_k import FEW
-from rillflow_links.config import LinksConfig
+from rillflow_links.config import FEW, LinksConfig
 
 CHANGED = 0.01
 """Share of bfloat16 weights that an update at a learning rate of about 1e-6 changes (arXiv 2602.03839)."""
@@ -67,6 +65,8 @@ def _lines(facts: RecipeFacts, links: LinksConfig) -> Iterator[str]:
     if links.activations != "dense":
         ratio, cuts = links.activation_ratio, max(1, len(links.link_seconds))
         adapts = links.activations == "adatopk"
+        from rillflow_links.codecs.cut_top_k import CutTopK, adapted  # it imports torch
+
         codec = CutTopK(adapted(ratio, links.link_seconds) if adapts else [ratio])
         kept = [codec.kept(sizes.hidden, cut) for cut in range(cuts if adapts else 1)]
         yield (

@@ -15,8 +15,8 @@ from torch import Tensor
 from rillflow.errors import WeightError
 from rillflow.sharding.codec import Codec, State
 from rillflow_links.codecs.registry import GRADIENTS, WEIGHTS
-from rillflow_links.codecs.top_k import FEW, kept
-from rillflow_links.config import LinksConfig
+from rillflow_links.codecs.top_k import kept
+from rillflow_links.config import FEW, LinksConfig
 
 LINKS = LinksConfig(share=0.02, lifespan=3, full_every=100)
 CODECS: dict[str, Codec] = {name: make(LINKS) for name, make in {**WEIGHTS, **GRADIENTS}.items()}

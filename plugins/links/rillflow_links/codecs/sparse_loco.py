@@ -23,7 +23,8 @@ from rillflow_links.codecs.sparse import (
     positions_to_streams,
     unpacked,
 )
-from rillflow_links.codecs.top_k import FEW, TopK, keep_error, kept, scatter, with_error
+from rillflow_links.codecs.top_k import TopK, keep_error, kept, scatter, with_error
+from rillflow_links.config import FEW
 
 CHUNK = 4096
 """Elements from which the largest are chosen together."""

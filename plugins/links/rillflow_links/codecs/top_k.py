@@ -26,9 +26,8 @@ from rillflow_links.codecs.sparse import (
     positions_to_streams,
     unpacked,
 )
+from rillflow_links.config import FEW
 
-FEW = 256
-"""Smallest number of elements of a tensor that is compressed."""
 _WHOLE, _SPARSE = 0, 1
 
 

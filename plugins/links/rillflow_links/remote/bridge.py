@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import Event, Lock
 
 from rillflow.errors import StreamError
-from rillflow_links.remote.store import Store, StoreMessage, packed, unpacked
+from rillflow_links.remote.store import SharedStore, StoreMessage, packed, unpacked
 from rillflow_links.remote.store_transport import ANSWERS, BRIDGES, FILES, REQUESTS
 from rillflow_links.remote.transport import HttpTransport, RunAnswer, Unreachable, address_in
 
@@ -55,7 +55,9 @@ class Bridge:
         tell: shows a line to the user.
     """
 
-    def __init__(self, store: Store, address: Path, *, poll_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, store: SharedStore, address: Path, *, poll_s: float, tell: Callable[[str], None]
+    ) -> None:
         self._store, self._address, self._poll_s, self._tell = store, address, poll_s, tell
         self._id, self._beats = secrets.token_hex(8), 0
         self._stopped, self._lock = Event(), Lock()

@@ -1,4 +1,4 @@
-"""Patience: try a request again while its run does not answer, with growing waits, and say so once."""
+"""RetryPatience: try a request again while its run does not answer, with growing waits, and say so once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Stopped(Exception):
     """The sampler leaves."""
 
 
-class Patience:
+class RetryPatience:
     """Repeats requests of several threads.
 
     Args:

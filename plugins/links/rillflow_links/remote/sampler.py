@@ -3,7 +3,7 @@
     fetch thread   manifest ─ difference or whole ─ checked ─> arrival ──┐
     take thread    rows/take ─> inbox ────────────────────────────────┐  │
     main           between two passes: load the arrival once no row runs, admit rows, engine.step ─> outbox
-    put thread     outbox ─> rows/put                                    every thread: Patience
+    put thread     outbox ─> rows/put                                    every thread: RetryPatience
     renew thread   rows/renew of every lease
 
 Loop of the main thread (``run``)
@@ -36,7 +36,7 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow_links.remote.client import LeasedRows, LeaseEnded, RowToSample, RunClient, RunEnded, WeightsGone
-from rillflow_links.remote.patience import Patience, Stopped
+from rillflow_links.remote.patience import RetryPatience, Stopped
 from rillflow_links.remote.remote_model import RemoteModel
 from rillflow_links.remote.weight_copy import WeightCopy, WeightUpdate
 
@@ -111,7 +111,7 @@ class RemoteSampler:
         self._tell, self.counts = tell, SamplerCounts()
         self._changed = threading.Condition()
         self._about: dict[str, Any] = {}
-        self._patience = Patience(limits.patience_s, tell, self._check_model)
+        self._patience = RetryPatience(limits.patience_s, tell, self._check_model)
         self._leases: dict[str, set[int]] = {}
         self._inbox, self._outbox = deque[_Held](), deque[tuple[_Held, dict[str, Any]]]()
         self._running: dict[RowId, _Held] = {}

@@ -28,7 +28,7 @@ _LASTING = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 """Errors that waiting does not cure."""
 
 
-class Store(Protocol):
+class SharedStore(Protocol):
     """Files by relative path."""
 
     def put(self, path: str, data: bytes) -> None:
@@ -60,7 +60,7 @@ class FolderStore:
         self._root = root
 
     def put(self, path: str, data: bytes) -> None:
-        """See Store."""
+        """See SharedStore."""
         target = self._root / path
         draft = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
@@ -71,7 +71,7 @@ class FolderStore:
             raise _failed(f"{self._root}/{path} cannot be written", error) from None
 
     def get(self, path: str) -> bytes | None:
-        """See Store."""
+        """See SharedStore."""
         try:
             return (self._root / path).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -80,7 +80,7 @@ class FolderStore:
             raise _failed(f"{self._root}/{path} cannot be read", error) from None
 
     def names(self, folder: str) -> list[str]:
-        """See Store."""
+        """See SharedStore."""
         try:
             return sorted(
                 str(PurePosixPath(each.relative_to(self._root)))
@@ -91,7 +91,7 @@ class FolderStore:
             raise _failed(f"{self._root}/{folder} cannot be listed", error) from None
 
     def remove(self, path: str) -> None:
-        """See Store."""
+        """See SharedStore."""
         try:
             (self._root / path).unlink(missing_ok=True)
         except OSError as error:
@@ -119,7 +119,7 @@ class FsspecStore:
             ) from error
 
     def put(self, path: str, data: bytes) -> None:
-        """See Store."""
+        """See SharedStore."""
         try:
             target = f"{self._root}/{path}"
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
@@ -128,7 +128,7 @@ class FsspecStore:
             raise _failed(f"{self._root}/{path} cannot be written", error) from None
 
     def get(self, path: str) -> bytes | None:
-        """See Store."""
+        """See SharedStore."""
         try:
             found: bytes = self._files.cat_file(f"{self._root}/{path}")
             return found
@@ -138,7 +138,7 @@ class FsspecStore:
             raise _failed(f"{self._root}/{path} cannot be read", error) from None
 
     def names(self, folder: str) -> list[str]:
-        """See Store."""
+        """See SharedStore."""
         root = self._root.strip("/")
         try:
             self._files.invalidate_cache()
@@ -150,7 +150,7 @@ class FsspecStore:
         return sorted(str(each).strip("/").removeprefix(root).strip("/") for each in found)
 
     def remove(self, path: str) -> None:
-        """See Store."""
+        """See SharedStore."""
         try:
             self._files.rm_file(f"{self._root}/{path}")
         except FileNotFoundError:
@@ -159,7 +159,7 @@ class FsspecStore:
             raise _failed(f"{self._root}/{path} cannot be removed", error) from None
 
 
-def store_at(place: str) -> Store:
+def store_at(place: str) -> SharedStore:
     """Return the store of a folder's path or of an fsspec URL."""
     return FsspecStore(place) if "://" in place else FolderStore(Path(place))
 

@@ -16,7 +16,7 @@ import time
 from threading import Event
 
 from rillflow.errors import ConfigError, StreamError
-from rillflow_links.remote.store import Store, StoreMessage, packed, unpacked
+from rillflow_links.remote.store import SharedStore, StoreMessage, packed, unpacked
 from rillflow_links.remote.transport import RunAnswer, Unreachable
 
 BRIDGES, REQUESTS, ANSWERS, FILES = "bridge", "req", "ans", "weights"
@@ -38,7 +38,7 @@ class StoreTransport:
         ConfigError: the name has other characters.
     """
 
-    def __init__(self, store: Store, name: str, token: str, poll_s: float) -> None:
+    def __init__(self, store: SharedStore, name: str, token: str, poll_s: float) -> None:
         if not name or not all(each.isalnum() or each in "._-" for each in name) or name.startswith("."):
             raise ConfigError(
                 f"the name is {name!r}", why="it is part of file names", fix="use a-z, 0-9 and -"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
 from rillflow_links.sides.lease import MergerLease
 from rillflow_links.sides.merger import Merger
@@ -15,16 +16,16 @@ from rillflow_links.sides.store import SideStore
 
 def run_merger(arguments: argparse.Namespace) -> int:
     """Merge until ``--until`` is there or the process is stopped; with ``--replay``, check and end."""
-    store = SideStore(arguments.store)
+    store, say = SideStore(arguments.store), partial(print, flush=True)
     if arguments.replay:
-        return 0 if replay(store, _say) else 1
+        return 0 if replay(store, say) else 1
     rule = MergeRule(quorum=arguments.quorum, grace_s=arguments.grace_s, most_late=arguments.most_late)
     outer = OuterSettings(lr=arguments.lr, momentum=arguments.momentum)
     lease = MergerLease(store, arguments.poll_s)
     lease.take()
     try:
-        merger = Merger(store, rule, outer, say=_say, beat=lease.beat, confirm=lease.confirm)
-        _say(f"merges in {store.url}; the newest version is {merger.newest}")
+        merger = Merger(store, rule, outer, say=say, beat=lease.beat, confirm=lease.confirm)
+        say(f"merges in {store.url}; the newest version is {merger.newest}")
         while arguments.until is None or merger.newest < arguments.until:
             lease.beat()
             if not merger.poll():
@@ -32,7 +33,3 @@ def run_merger(arguments: argparse.Namespace) -> int:
     finally:
         lease.release()
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

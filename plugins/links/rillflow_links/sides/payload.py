@@ -23,7 +23,7 @@ from rillflow_links.sides.store import damaged
 DENSE = "dense"
 
 
-class Whole:
+class WholeWeights:
     """A tensor's own bytes."""
 
     def encode(self, tensor: Tensor, state: State) -> Tensor:
@@ -93,4 +93,4 @@ def pseudo_gradient(file: PackedFile, base: Mapping[str, Tensor], tensor: str, n
 
 def _codec(coding: Mapping[str, Any]) -> Codec:
     links = LinksConfig(**coding)
-    return Whole() if links.gradients == DENSE else GRADIENTS[links.gradients](links)
+    return WholeWeights() if links.gradients == DENSE else GRADIENTS[links.gradients](links)

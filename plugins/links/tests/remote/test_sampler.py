@@ -11,7 +11,7 @@ import torch
 from rillflow.errors import StreamError
 from rillflow_links.remote import patience
 from rillflow_links.remote.client import LeaseEnded, RunClient, RunEnded, WeightsGone, WrongToken
-from rillflow_links.remote.patience import Patience, Stopped
+from rillflow_links.remote.patience import RetryPatience, Stopped
 from rillflow_links.remote.sampler import RemoteSampler, SamplerLimits
 from rillflow_links.remote.transport import RunAddress, RunAnswer, Unreachable
 from rillflow_links.remote.weight_copy import WeightCopy
@@ -126,7 +126,7 @@ def test_patience_ends_when_the_sampler_leaves() -> None:
         waits.stop()
         raise Unreachable("away")
 
-    waits = Patience(60.0, lambda _: None, lambda: None)
+    waits = RetryPatience(60.0, lambda _: None, lambda: None)
     with pytest.raises(Stopped):
         waits.during(away)
 

@@ -14,7 +14,7 @@ from rillflow.errors import ConfigError, StreamError
 from rillflow_links.remote import bridge as bridges
 from rillflow_links.remote import store_transport
 from rillflow_links.remote.bridge import Bridge
-from rillflow_links.remote.store import FolderStore, Store, packed, store_at, unpacked
+from rillflow_links.remote.store import FolderStore, SharedStore, packed, store_at, unpacked
 from rillflow_links.remote.store_transport import ANSWERS, BRIDGES, REQUESTS, StoreTransport
 from rillflow_links.remote.transport import Unreachable
 
@@ -22,11 +22,11 @@ TOKEN = "a token of this test"
 
 
 @pytest.fixture(params=["folder", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> SharedStore:
     return store_at(str(tmp_path) if request.param == "folder" else f"memory://{secrets.token_hex(4)}/x")
 
 
-def test_files_are_written_read_listed_and_removed(store: Store) -> None:
+def test_files_are_written_read_listed_and_removed(store: SharedStore) -> None:
     assert store.get("a/b") is None and store.names("a") == []
     store.put("a/b", b"one")
     store.put("a/c/d", b"two")
@@ -62,19 +62,19 @@ def test_a_message_that_is_cut_off_or_damaged_reads_as_missing() -> None:
     assert forged is not None and not forged.is_genuine
 
 
-def test_names_of_samplers_stay_in_the_store(store: Store) -> None:
+def test_names_of_samplers_stay_in_the_store(store: SharedStore) -> None:
     for name in ("", "../x", "a/b", ".x"):
         with pytest.raises(ConfigError, match="the name is"):
             StoreTransport(store, name, TOKEN, 0.01)
 
 
-def test_without_a_bridge_a_sampler_waits(store: Store) -> None:
+def test_without_a_bridge_a_sampler_waits(store: SharedStore) -> None:
     with pytest.raises(Unreachable, match="no run answers") as caught:
         StoreTransport(store, "far", TOKEN, 0.01).ask("GET", "model", None, 0.0)
     assert "rillflow bridge" in caught.value.fix
 
 
-def test_a_bridge_that_died_gives_no_answer(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bridge_that_died_gives_no_answer(store: SharedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_transport, "ANSWER_S", 0.1)
     store.put(f"{BRIDGES}/dead/000000001", b"")
     with pytest.raises(Unreachable, match="does not answer"):
@@ -82,7 +82,9 @@ def test_a_bridge_that_died_gives_no_answer(store: Store, monkeypatch: pytest.Mo
     assert store.names(REQUESTS) == []
 
 
-def served(store: Store, tmp_path: Path, told: Callable[[str], None]) -> tuple[Bridge, threading.Thread]:
+def served(
+    store: SharedStore, tmp_path: Path, told: Callable[[str], None]
+) -> tuple[Bridge, threading.Thread]:
     """A bridge that waits for its run."""
     bridge = Bridge(store, tmp_path / "none.json", poll_s=0.01, tell=told)
     thread = threading.Thread(target=bridge.serve)
