@@ -193,6 +193,29 @@ def test_steps_that_are_trained_again_after_a_kill_count_once(
     assert one.value == expected + 2.0
 
 
+def test_nothing_is_taken_twice_if_a_later_upload_is_there_after_a_kill(tmp_path: Path) -> None:
+    one = Toy(tmp_path, "one")
+    assert merger(one).poll()
+    one.train(2)
+    one.meet()
+    one.train(1)
+    saved = dict(one.weights)  # a checkpoint of step 3, with an undecided upload
+    assert merger(one).poll() and version(one) == (1, 2.0)
+    one.train(2)
+    one.meet()
+    assert merger(one).poll() and version(one) == (2, 5.0)
+    one.weights, one.step = saved, 3  # killed, and back
+    one.train(1)
+    one.meet(is_resumed=True, is_boundary=False)
+    assert one.value == 4.0
+    one.train(1)
+    one.meet()
+    assert one.value == 5.0 and not merger(one).poll()
+    one.train(2)
+    one.meet()
+    assert merger(one).poll() and version(one) == (3, 7.0)
+
+
 def test_a_side_that_was_away_takes_the_newest_version_at_its_first_step(tmp_path: Path) -> None:
     one, other = Toy(tmp_path, "one"), Toy(tmp_path, "other", stride=10)
     assert merger(one).poll()

@@ -25,7 +25,9 @@ from rillflow_links.sides.side_state import SideState
 from rillflow_links.sides.store import SideStore
 from tests.flows.warm import Command
 
-LIMIT_S = 240.0
+pytestmark = pytest.mark.timeout(1800)
+LIMIT_S = 600.0
+"""Longest wait for an event; a busy machine takes minutes for a run."""
 RECIPE = """
 [run]
 threads = 1

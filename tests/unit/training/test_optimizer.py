@@ -95,3 +95,21 @@ def test_bfloat16_weights_are_the_masters_of_a_loaded_state_whatever_they_were()
     state = Optimizer(one, OptimizerConfig(), total_steps=1, gradients=ALONE).state()
     Optimizer(other, OptimizerConfig(), total_steps=1, gradients=ALONE).load_state(state)
     assert all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_written_masters_are_the_weights_and_keep_the_moments(dtype: torch.dtype) -> None:
+    made = module(dtype=dtype)
+    optimizer = Optimizer(made, OptimizerConfig(lr=PEAK), total_steps=TOTAL, gradients=ALONE)
+    learn(made, 1)
+    optimizer.collect()
+    optimizer.step()
+    moments = {name: each.clone() for name, each in optimizer.state().items() if "exp_avg" in name}
+    written = {name: each.clone() + 1 / 3 for name, each in optimizer.read_masters().items()}
+    optimizer.write_masters(written)
+    for name, parameter in made.named_parameters():
+        assert torch.equal(optimizer.read_masters()[name], written[name])
+        assert torch.equal(parameter.detach(), written[name].to(dtype))
+    after = optimizer.state()
+    assert moments and all(torch.equal(after[name], each) for name, each in moments.items())
+    assert optimizer.steps == 1

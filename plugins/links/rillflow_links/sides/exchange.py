@@ -168,8 +168,10 @@ class SideMeeting:
         own = [each for each in later if int(each.split(".")[1]) == turn.step]
         if turn.is_boundary and own:  # uploaded before a resume: the step was trained again
             self.state.pending, self.state.sent = own[-1], _copied(self.local)
+        elif later:  # a later step, which is trained again too, goes on from that upload
+            return
         self._behind = max(0, self._store.newest() - self.state.version)
-        if self.state.pending or (turn.is_resumed and not later):
+        if self.state.pending or turn.is_resumed:
             self._take_newest()
         if not turn.is_boundary or own or self.state.pending:
             return
