@@ -88,12 +88,16 @@ def test_the_slowest_link_is_compressed_by_the_whole_ratio() -> None:
     assert [codec.kept(100, cut) for cut in range(4)] == [100, 5, 20, 20]
 
 
-def test_a_pipeline_trains_through_compressed_cuts(tmp_path: Path) -> None:
+def test_whole_cuts_have_the_bits_of_a_pipeline_without_a_codec(tmp_path: Path) -> None:
     dense = ran(tmp_path, "dense")
     assert ran(tmp_path, "whole", "links.activations=top_k", "links.activation_ratio=1") == dense
+
+
+@pytest.mark.slow
+def test_a_resumed_pipeline_with_compressed_cuts_has_the_same_bits(tmp_path: Path) -> None:
     some = ("links.activations=adatopk", "links.activation_ratio=8", "links.link_seconds=[0.5, 2]")
     weights, losses = ran(tmp_path, "some", *some)
-    assert weights != dense[0] and losses[-1] < losses[0] - 0.2
+    assert losses[-1] < losses[0] - 0.2
     ran(tmp_path, "cut", *some, "algorithm.steps=3")
     assert ran(tmp_path, "cut", *some)[0] == weights
 
