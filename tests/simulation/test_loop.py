@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from rillflow.runs import layout
 from rillflow.runs.reader import Evaluation, read_evaluations
 from rillflow.workers.backend import Place, RankDied, Replacement
 from tests.simulation.disk import FakeDisk
+from tests.simulation.roles import Policy
 from tests.simulation.timeline import Timeline
 from tests.simulation.world import Scenario, World, order_of_prompts, step
 
@@ -227,6 +228,27 @@ def test_a_step_whose_update_runs_when_the_sampler_dies_is_saved(tmp_path: Path)
         worlds[0].run()
     kept = newest(tmp_path / "cut")
     assert kept is not None and (kept.step, kept.state["version"]) == (1, 1)
+
+
+def test_a_checkpoint_that_is_written_slowly_is_complete_before_the_next_one_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks, complete = list[Path](), list[list[int]]()
+
+    def written(role: Policy, folder: Path, *, wait: bool) -> Mapping[str, Any] | None:
+        asks.append(folder)
+        return role._files[folder] if wait or asks.count(folder) > 2 else None
+
+    class WatchedWorld(World):
+        @staticmethod
+        def algorithm(flow: Any, prompts: Batch, config: Scenario) -> Any:
+            complete.append(layout.kept_steps(tmp_path / "run" / layout.CHECKPOINTS))
+            return step(flow, prompts, config)
+
+    monkeypatch.setattr(Policy, "written", written)
+    scenario = replace(AHEAD, steps=16, checkpoint_every=8)
+    WatchedWorld(scenario, FakeDisk(tmp_path), Timeline(Random(0), {}, "")).run()
+    assert complete[-1] == [8]
 
 
 def test_an_error_in_the_metrics_of_rows_ends_the_run(tmp_path: Path) -> None:

@@ -402,16 +402,21 @@ def test_a_sampler_that_never_takes_new_weights_is_named() -> None:
 
 
 def test_one_replica_takes_new_weights_at_a_time() -> None:
-    scene, most = Scene(2, 4, 4, 3), 0
+    scene, most, lags = Scene(2, 4, 4, 3), 0, list[int]()
 
     def watched() -> Sequence[Pending] | None:
         nonlocal most
-        most = max(most, sum(bool(each.arriving) for each in scene.ready._flight.replicas))
+        flight = scene.ready._flight
+        most = max(most, sum(bool(each.arriving) for each in flight.replicas))
+        versions = {each.received for each in flight.replicas}
+        if flight.newest in versions and len(versions) > 1:
+            lags.append(flight.lag)
         return scene._idle()
 
     scene.ready.begin(watched, 0)
     scene.run()
     assert most == 1
+    assert lags and min(lags) > 0, "the replica that waits the longest counts, not one that is up to date"
 
 
 @pytest.mark.parametrize(("advance_s", "passes"), [(0.0, 1), (1e9, 4)])
@@ -434,10 +439,13 @@ def test_a_step_that_asks_for_more_gets_other_groups_of_the_same_age() -> None:
 
 
 def test_a_step_in_chunks_has_every_group_of_its_prompts_once() -> None:
-    scene, reordered = Scene(6, 0, 6, 2, chunks=3), 0
+    log, reordered = Log(), 0
+    decisions = Decisions(log)
+    scene = Scene(6, 0, 6, 2, chunks=3, decisions=decisions)
     scene._publishes = True
     for step in range(4):
         data = scene.ready.take(step + 1, 6)
+        assert len(log.events) == decisions.position, "a process that is killed now loses no decision"
         made = scene.ready.rows(scene.executor.groups["sampler"], "generate", [data], {})
         assert isinstance(made, ChunkedResult) and made.count == 3
         chunks: list[Batch] = [made.chunk(index).read() for index in range(3)]

@@ -152,6 +152,11 @@ def test_of_more_samples_than_are_trained_those_that_end_first_are(replicas: int
         assert [row.sample for row in found if row.prompt == prompt] == sorted(first)
 
 
+def test_samples_that_are_taken_out_count_as_ended() -> None:
+    advanced = sampler(RolloutConfig(max_rows=1000)).advance(prompts(0, 3), [], 100, 5, None, wanted=2)
+    assert len(advanced.complete) == 3 and advanced.ended == 3 * 5
+
+
 def test_a_step_that_asks_for_more_gets_other_groups() -> None:
     scene = Steps(groups=3, steps=4, share=1.5)
     first, more = scene.step(), scene.step(more=2)

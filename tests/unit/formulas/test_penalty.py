@@ -142,6 +142,8 @@ def test_shapes_and_buffers_are_checked() -> None:
             overlong_rewards(torch.zeros(2), mask, torch.full((2,), 10), buffer=buffer)
     with pytest.raises(FormulaError, match="buffer is 5 and max_tokens 3"):
         overlong_rewards(torch.zeros(2), mask, torch.tensor([10, 3]), buffer=5)
+    with pytest.raises(FormulaError, match=r"overlong_rewards: limits has shape \[1\]"):
+        overlong_rewards(torch.zeros(2), mask, torch.tensor([10]), buffer=5)
 
 
 def test_costs_are_spread_as_rewards_are() -> None:

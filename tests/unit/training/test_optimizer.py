@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
+from rillflow.errors import NotFiniteError
 from rillflow.sharding.mesh import Gradients, RankGroups
 from rillflow.training.config import OptimizerConfig
 from rillflow.training.optimizer import Optimizer
@@ -113,3 +114,15 @@ def test_written_masters_are_the_weights_and_keep_the_moments(dtype: torch.dtype
     after = optimizer.state()
     assert moments and all(torch.equal(after[name], each) for name, each in moments.items())
     assert optimizer.steps == 1
+
+
+def test_a_norm_that_overflows_is_told_apart_from_a_gradient_that_is_not_finite() -> None:
+    linear = module()
+    optimizer = Optimizer(linear, OptimizerConfig(), total_steps=TOTAL, gradients=ALONE)
+    for parameter in linear.parameters():
+        parameter.grad = torch.full_like(parameter, 3e38)
+    with pytest.raises(NotFiniteError, match="the sum of finite gradients overflows"):
+        optimizer.step()
+    linear.bias.grad = torch.full_like(linear.bias, torch.nan)
+    with pytest.raises(NotFiniteError, match="first in bias"):
+        optimizer.step()
