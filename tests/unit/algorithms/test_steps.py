@@ -18,6 +18,7 @@ from rillflow.roles.policy import Policy, Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.sampler import Sampler
 from rillflow.roles.scalar_roles import Critic, RewardModel, SafetyCostModel
+from rillflow.rollout.config import answering
 from rillflow.workers.endpoint import endpoints_of
 
 
@@ -101,6 +102,14 @@ def test_every_step_is_a_graph_in_which_no_field_is_missing(name: str, settings:
     for kinds in (FUNCTIONS, MODELS):
         graph = traced(ALGORITHMS[name], config, kinds)
         assert set(graph.roles) == set(ALGORITHMS[name].listened(config).heard)
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if configured(name, {"samples_per_prompt": 4})])
+def test_a_step_samples_each_prompt_as_often_as_the_recipe_says(name: str) -> None:
+    config = configured(name, {"samples_per_prompt": 4})
+    assert config is not None
+    calls = ALGORITHMS[name].listened(config).calls["policy.generate"]
+    assert 4 in [answering(args[1:], options).get("samples") for args, options in calls]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

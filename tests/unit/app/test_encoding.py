@@ -92,6 +92,12 @@ def test_rows_that_do_not_fit_are_left_out_and_counted(folder: Path) -> None:
     assert encoded(folder, "task.too_long=drop", "policy.model.new.context=25").left_out == {PROMPTS: 2}
 
 
+def test_a_text_far_beyond_the_context_is_refused_by_its_characters(folder: Path) -> None:
+    write(folder, [*GOOD, {"prompt": "1" * 769, "answer": "4"}])
+    (note,) = encoded(folder, "task.too_long=drop").notes
+    assert "the prompt of prompts.jsonl line 5" in note and note.endswith("has 769 characters")
+
+
 def test_prompts_lose_their_beginnings_and_answers_stay_whole(folder: Path) -> None:
     """24 tokens: 4 for a sampled answer leave 20 for the prompt; an answer of 30 leaves none."""
     write(

@@ -65,6 +65,15 @@ def test_a_broken_plugin_ends_a_command_of_plugins_with_2_and_no_other(
     assert all(word in said for word in (*words, "the plugin broken", "fix: ")) and "Traceback" not in said
 
 
+def test_a_command_of_a_plugin_runs_beside_a_broken_plugin(
+    install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("broken", "1 / 0")
+    install("greeter", GREETING.replace("COMMAND", "greet"))
+    assert main(["greet", "Ada"]) == 0
+    assert capsys.readouterr().out == "hello Ada\n"
+
+
 def test_a_broken_plugin_is_installed_again_from_where_it_came(install: Install) -> None:
     install("broken", "import no_such_dependency")
     fix = discovered().broken["broken"].fix

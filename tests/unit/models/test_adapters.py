@@ -185,6 +185,7 @@ def written(folder: Path, **changed: Any) -> None:
         ({"target_modules": ["q_proj"]}, "has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"),
         ({"target_modules": ["q_prjo"]}, "target 'q_prjo' is not a linear layer .*\n?.*"),
         ({"base_model_name_or_path": "no/where/at/all"}, "'no/where/at/all' is not there"),
+        ({"base_model_name_or_path": "."}, "names itself as its base"),
     ],
 )
 def test_an_adapter_of_something_else_is_refused(

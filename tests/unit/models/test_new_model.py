@@ -74,6 +74,11 @@ def test_any_plain_decoder_can_be_made(kind: str, kv_heads: int) -> None:
     assert logits.shape == (1, 4, model.tokenizer.vocabulary_size)
 
 
+def test_a_new_mixture_has_few_experts() -> None:
+    config = make(architecture="qwen3_moe", layers=1).module.config
+    assert (config.num_experts, config.num_experts_per_tok) == (8, 2)
+
+
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [

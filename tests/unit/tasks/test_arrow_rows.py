@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ if find_spec("pyarrow") is None:
 import pyarrow
 from pyarrow.parquet import write_table
 
+from rillflow.errors import DataError
 from rillflow.tasks.arrow_rows import is_plain, plain_rows, without_nulls
 from rillflow.tasks.example import Example, example_of
 from rillflow.tasks.files import read_rows
+from rillflow.tasks.huggingface import HubSource, hub_rows
 
 ASKED = [{"role": "user", "content": "Go."}]
 
@@ -137,3 +140,33 @@ def test_a_template_gets_the_nulls_of_json_values_and_not_those_that_fill_struct
         },
         {"tools": {"schema": {"enum": [None]}}, "facts": {"name": None, "schema": {"enum": [None]}}},
     ]
+
+
+class Split:
+    """A split of a data set on the hub: the part of ``datasets.Dataset`` that reading its rows needs."""
+
+    def __init__(self, table: pyarrow.Table) -> None:
+        self.table, self.features = table, SimpleNamespace(arrow_schema=table.schema)
+
+    def select_columns(self, names: list[str]) -> Split:
+        return Split(self.table.select(names))
+
+    def with_format(self, kind: str) -> Split:
+        assert kind == "arrow"
+        return self
+
+    def iter(self, batch_size: int) -> Iterator[pyarrow.Table]:
+        assert batch_size > 0
+        yield self.table
+
+
+def test_a_column_of_pictures_is_left_out_unless_the_template_reads_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = pyarrow.table({"prompt": ["a", "b"], "picture": [b"1", b"2"]})
+    monkeypatch.setattr("rillflow.tasks.huggingface._opened", lambda *_: Split(table))
+    source = HubSource(name="owner/data", subset=None, split="train")
+    assert [*hub_rows(source, Path())] == [(1, {"prompt": "a"}), (2, {"prompt": "b"})]
+    assert "these columns are not read: 'picture'" in caplog.text
+    with pytest.raises(DataError, match="'picture' of hf:owner/data has the type binary"):
+        next(hub_rows(source, Path(), inputs=["picture"]))
