@@ -96,6 +96,7 @@ def test_the_report_tells_the_run(make_run: MakeRun) -> None:
     assert page.tags["script"] == 2  # the chart library, and the page's own
     assert len(page.charts) == 19  # 14 curves, 5 other metrics
     assert page.tags["svg"] == 1  # the timeline
+    assert "<h2>First and last samples</h2>" in text
     assert (run / "report.html").stat().st_size < 200_000
     assert "rollout/tokens/sum" in text
 

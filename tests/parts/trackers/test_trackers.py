@@ -227,6 +227,15 @@ def test_a_package_that_is_missing_is_refused_with_its_pip_line(
     assert f"fix: {install_package('wandb')}" in capsys.readouterr().err
 
 
+def test_a_check_says_that_nothing_is_sent_without_a_key(
+    tracked: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rillflow_parts.trackers.checks.find_spec", lambda _: "found")
+    monkeypatch.setattr("rillflow_parts.trackers.checks.has_key", lambda: False)
+    assert tracked.run("check", "run.trackers={ wandb = { project = 'x' } }") == 0
+    assert "so nothing is sent" in " ".join(capsys.readouterr().out.split())
+
+
 def test_track_without_a_tracker_says_how_to_name_one(
     tracked: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_header_that_cannot_be_is_refused_unread(tmp_path: Path, length: int) 
     "template",
     [
         "{{ 'a' * 10**10 }}",
+        "{% generation %}{{ 'a' * 10**10 }}{% endgeneration %}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{{ 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' }}{% endfor %}",
         "{% for m in messages %}{% for i in range(99999) %}{% for j in range(999) %}{% endfor %}{% endfor %}"
