@@ -21,7 +21,7 @@ from rillflow_training_service.wire import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toys import asked, body_of, encoded, tensor_message, weighted
+from toys import asked, body_of, datum, encoded, tensor_message, weighted
 
 
 def test_a_pass_round_trips() -> None:
@@ -114,6 +114,11 @@ def test_datums_that_are_refused(name: str, value: torch.Tensor, words: str) -> 
     with pytest.raises(Exception, match="datum 0") as refused:
         checked_data(read_pass(made.SerializeToString()), vocabulary=10, context=8)
     assert words in str(refused.value)
+
+
+def test_a_datum_without_an_input_of_its_loss_is_refused() -> None:
+    with pytest.raises(DataError, match="datum 0 has no logprobs"):
+        checked_data(asked("m", [datum([1, 2, 3])], "importance_sampling"), vocabulary=10, context=8)
 
 
 def test_a_datum_that_is_longer_than_the_context() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rillflow.app.recipe import load_recipe
 from rillflow.app.resume import digest
-from rillflow_parts.replay.recorded_run import RecordedRun, kept_functions, settings_by_step
+from rillflow_parts.replay.recorded_run import RecordedRun, _resumed, kept_functions, settings_by_step
 
 
 def start(after: int, *changes: tuple[str, Any, Any]) -> dict[str, Any]:
@@ -57,6 +57,11 @@ def test_a_step_has_the_settings_of_the_start_that_made_it(
     run: RecordedRun, first: int, last: int, wanted: list[tuple[float, int]]
 ) -> None:
     assert rates(run, first, last) == wanted
+
+
+def test_steps_right_after_a_resume_may_differ_and_those_after_the_start_may_not() -> None:
+    run = recorded(1.0, start(0), start(4))
+    assert [bool(_resumed(run, step, 2)) for step in range(1, 8)] == [False] * 4 + [True] * 2 + [False]
 
 
 def test_a_scorer_of_an_older_run_imports_the_modules_of_today(tmp_path: Path) -> None:

@@ -100,6 +100,14 @@ def test_a_model_of_unknown_size_counts_as_large(tmp_path: Path) -> None:
     assert chosen(tmp_path, AMPERE, {"model": {"path": "nowhere/else"}})["dtype"] == "bfloat16"
 
 
+def test_an_adapter_in_the_models_directory_has_the_choices_of_an_adapter(large: Path) -> None:
+    (folder := large / "tuned").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "../large", "r": 8, "lora_alpha": 16}
+    (folder / "adapter_config.json").write_text(json.dumps({**adapter, "target_modules": ["q_proj"]}))
+    (folder / "adapter_model.safetensors").touch()
+    assert chosen(large, AMPERE, {"model": {"path": "tuned"}})["lr"] == 1e-5
+
+
 def test_every_setting_with_rules_exists_has_a_last_rule_and_says_auto(large: Path) -> None:
     keys = {key.dotted: key.field for key in walk(Recipe)}
     assert set(SETTINGS) <= set(keys)

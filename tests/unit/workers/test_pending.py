@@ -10,7 +10,7 @@ import pytest
 from rillflow.errors import ClusterError
 from rillflow.workers.arguments import RemoteValue
 from rillflow.workers.awaited import await_replies
-from rillflow.workers.backend import Place, RankDied, RankLost
+from rillflow.workers.backend import RECENT, Place, RankDied, RankLost
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.inline import InlineBackend
 from rillflow.workers.pending import Pending, Submission
@@ -52,6 +52,13 @@ def result_of(backend: InlineBackend, stage: str, error: Exception) -> Pending:
     failed.set_exception(error)
     made = [(Place("main", 0), RemoteValue(value=failed, facts=failed))]
     return made_pending(stage, backend, made, taken=[0], given=[])
+
+
+def test_a_long_run_remembers_only_its_last_results() -> None:
+    backend = InlineBackend()
+    for _ in range(RECENT + 1):
+        result_of(backend, "policy.generate", ValueError("any"))
+    assert len(backend.recent) == RECENT
 
 
 def test_the_cause_of_a_broken_collective_may_be_a_result_that_nobody_has_waited_for() -> None:
