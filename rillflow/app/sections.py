@@ -9,6 +9,7 @@ A section neither completes nor judges another one: ``app.defaults`` chooses wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
 
 from pydantic import Field, create_model, field_validator
@@ -170,19 +171,27 @@ def recipe_class(algorithms: Sequence[Algorithm] = ()) -> type[Recipe]:
     Raises:
         ConfigError: two plugins bring one section.
     """
-    kind, added = with_sections(Recipe), added_schedules()
-    if not (algorithms or added):
+    kind = _with_orders(with_sections(Recipe), tuple(added_schedules().values()))
+    if not algorithms:
         return kind
     named = {name: each for each in algorithms for name in tags(each.config, "name")}
     known = {**ALGORITHMS, **named}
     choices: Any = Union[tuple(each.config for each in known.values())]  # noqa: UP007  made at run time
-    orders: Any = Union[tuple({**SCHEDULES, **added}.values())]  # noqa: UP007  made at run time
-    derived: Any = create_model  # its type is that of no class that is known here
-    made: type[Recipe] = derived(
-        "Recipe",
-        __base__=kind,
-        algorithm=(choices, Field(discriminator="name")),
-        schedule=(orders, Field(InOrder(), discriminator="mode")),
-    )
+    made = _derived(kind, algorithm=(choices, Field(discriminator="name")))
     made.algorithms = known
+    return made
+
+
+@cache
+def _with_orders(kind: type[Recipe], added: tuple[type[Schedule], ...]) -> type[Recipe]:
+    """Return a recipe class with further schedules, always the same one: its objects can be compared."""
+    if not added:
+        return kind
+    orders: Any = Union[(*SCHEDULES.values(), *added)]
+    return _derived(kind, schedule=(orders, Field(InOrder(), discriminator="mode")))
+
+
+def _derived(kind: type[Recipe], **fields: Any) -> type[Recipe]:
+    derived: Any = create_model  # its type is that of no class that is known here
+    made: type[Recipe] = derived("Recipe", __base__=kind, **fields)
     return made
