@@ -23,11 +23,11 @@ from rillflow_training_service.losses import LOSSES
 from rillflow_training_service.requests import SamplingParams
 from rillflow_training_service.sampling import SampleRequest, sampling_of, stop_of
 from rillflow_training_service.service import KEPT, Service
-from rillflow_training_service.shared_base import Shape
+from rillflow_training_service.shared_base import Shape, SharedBase
 from rillflow_training_service.tenant import AdamParams
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toys import SMALL, asked, datum, saved_model, toy_service, weighted
+from toys import SMALL, asked, datum, saved_model, toy_model, toy_service, weighted
 
 SHAPES = (SMALL, SMALL, Shape(rank=2), Shape(rank=3, mlp=False))
 STEP = AdamParams(learning_rate=0.05)
@@ -129,6 +129,11 @@ def test_four_clients_have_the_bits_that_each_has_alone(
         assert own_results == results
         assert all(torch.equal(own_weights[name], each) for name, each in weights.items())
         shared.release(client.name)
+
+
+def test_no_pass_computes_gradients_of_the_base() -> None:
+    base = SharedBase(toy_model())
+    assert not any(each.requires_grad for each in base.module.parameters())
 
 
 def test_a_failed_pass_drops_the_whole_gradient(shared: Service) -> None:
