@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from rillflow.app.plugins import PARTS, SHIPPED, commands, discovered, installed, missing, service
+from rillflow.app.plugins import (
+    PARTS,
+    SHIPPED,
+    commands,
+    discovered,
+    installed,
+    missing,
+    other_kind,
+    service,
+)
 from rillflow.app.recipe import load_recipe, open_recipe
 from rillflow.cli.main import COMMANDS, main
 from rillflow.errors import ConfigError, install_package, install_plugin
@@ -97,6 +106,13 @@ def test_two_commands_of_one_name_are_refused(
     install("second", GREETING.replace("COMMAND", name))
     assert main(["greet", "Ada"]) == 2
     assert f"adds the command {name}" in capsys.readouterr().err
+
+
+def test_a_run_of_another_kind_names_the_command_that_uses_it(install: Install) -> None:
+    use = "from rillflow.app.plugins import Plugin\nPLUGIN = Plugin(uses={'odd': 'rillflow play RUN'})\n"
+    install("odd", use)
+    assert other_kind("runs/a", "odd").fix == "rillflow play runs/a"
+    assert "rillflow play" not in other_kind("odd.toml", "odd", is_run=False).fix
 
 
 def test_the_error_of_a_missing_plugin_names_the_line_that_installs_it() -> None:

@@ -287,6 +287,11 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
         "",
         "the tokeniser has 257 tokens and the model's embedding 100 rows",
     ),
+    "an end token above the embedding": (
+        set_json("model/config.json", eos_token_id=999),
+        "",
+        "the end token 999 is beyond the model's embedding of 257 rows",
+    ),
     "shards missing": (
         also(lambda folder: (folder / "model/model.safetensors").unlink(), index(*SHARDS)),
         "",
