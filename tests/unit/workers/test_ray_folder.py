@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -35,6 +36,12 @@ def test_a_long_tmpdir_gives_way_to_a_short_folder(tmp_path: Path, monkeypatch: 
     assert [*long.iterdir()] == []
     (folder / "r").rmdir()
     folder.rmdir()
+
+
+def test_the_folder_lies_where_rays_own_setting_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory(prefix="s", dir="/tmp") as short:
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        assert private_folder().parent == Path(short)
 
 
 def test_a_link_counts_with_the_length_of_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
