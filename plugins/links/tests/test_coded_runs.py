@@ -82,7 +82,10 @@ def test_differences_of_weights_change_no_bit(tmp_path: Path, changes: tuple[str
     assert 0 < sent < 0.7 * whole, "bfloat16 weights move little"
 
 
-@pytest.mark.parametrize("codec", ["cast", "top_k", "dct", "sparse_loco"])
+@pytest.mark.parametrize(
+    "codec",
+    ["dct", *(pytest.param(each, marks=pytest.mark.slow) for each in ("cast", "top_k", "sparse_loco"))],
+)
 def test_a_resumed_run_sums_gradients_as_an_uninterrupted_one(tmp_path: Path, codec: str) -> None:
     how = (f"links.gradients={codec}", "links.lifespan=3", "links.share=0.05", FLOAT32)
     weights, links = trained(tmp_path, "whole", *how)

@@ -69,6 +69,7 @@ def test_a_sampler_leaves_on_a_signal_and_gives_its_rows_back(tmp_path: Path) ->
         assert second.end() == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
     run = TinyRun(tmp_path)
     url, wrong = run.start(), tmp_path / "wrong"
