@@ -61,7 +61,7 @@ class Published:
     xor: list[int] = field(default_factory=list)
     """Bytes of the compressed XOR, for each publish."""
     is_equal: bool = False
-    """Whether the receiver has the bits of the sender after the last publish."""
+    """Whether the receiver's weights equal the sender's, bit for bit, after the last publish."""
 
     def row(self) -> str:
         """Return the line of the table."""

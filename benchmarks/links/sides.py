@@ -215,13 +215,13 @@ class SimulatedSide:
     fresh: int = 0
     """Steps that no contribution has."""
     kept: int = 0
-    """Those of them that its checkpoint has."""
+    """Steps in its newest checkpoint."""
     since: int = 0
     """Steps of the run."""
     pending: Contribution | None = None
     """Contribution that it does not know to be decided."""
     is_decided: bool = False
-    """Whether a version has, or the merger refused, the contribution."""
+    """Whether the merger has merged or refused the contribution."""
     waits_s: float = 0
     """Time that it still waits for a version."""
 

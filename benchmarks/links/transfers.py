@@ -48,7 +48,7 @@ class Killed(Exception):
 
 @dataclass(kw_only=True)
 class TransferReport:
-    """What the transfers came to."""
+    """Counts of transfers and injected faults."""
 
     transfers: int = 0
     """Updates that ended with the newest version."""

@@ -13,7 +13,7 @@ FEW = 256
 
 
 class LinksConfig(Section):
-    """How tensors travel between ranks and machines."""
+    """Codecs of tensors that travel between ranks and machines."""
 
     weights: Literal["dense", "delta"] = Field(
         "dense",

@@ -122,7 +122,7 @@ def keep_error(wanted: Tensor, places: Tensor, sent: Tensor, state: State) -> No
 
 
 def scatter(places: npt.NDArray[np.int64], values: Tensor, into: Tensor) -> None:
-    """Write values at some positions, and 0 elsewhere.
+    """Overwrite a tensor with zeros, and with values at the given positions.
 
     Raises:
         WeightError: there are other numbers of positions and values, or positions beyond the end.

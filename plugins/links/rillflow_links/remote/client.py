@@ -36,7 +36,7 @@ class RowToSample:
     """A leased row."""
 
     row: int
-    """Its number in the run."""
+    """Number of the row in the run."""
     id: tuple[int, int, int]
     """Epoch, prompt and sample."""
     tokens: Sequence[int]

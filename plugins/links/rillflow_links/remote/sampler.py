@@ -58,7 +58,7 @@ class SamplerLimits:
 
 @dataclass(kw_only=True)
 class SamplerCounts:
-    """What a remote sampler did."""
+    """Counts of a remote sampler's rows, tokens, weights and pauses."""
 
     rows: int = 0
     """Rows that the run accepted."""

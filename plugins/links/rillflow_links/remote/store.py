@@ -169,11 +169,11 @@ class StoreMessage:
     """A request or an answer."""
 
     says: Mapping[str, Any]
-    """Its header."""
+    """Header of the message, a JSON object."""
     body: bytes = b""
-    """Its bytes."""
+    """Bytes after the header."""
     is_genuine: bool = True
-    """Whether its writer had the token."""
+    """Whether the message's MAC was made with the token."""
 
 
 def packed(says: Mapping[str, Any], body: bytes, token: str) -> bytes:
